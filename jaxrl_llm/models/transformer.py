@@ -1,0 +1,379 @@
+"""A decoder-only language model in Flax Linen that knows one thing others do not: groups.
+
+Every array of activations is `[B, G, S, D]`: S positions of G completions of B prompts. A prompt is
+run once, as a group of one, and its keys and values are the shared prefix that all its completions
+attend to, in scoring (forward and backward) and in decoding. RMSNorm, rotary positions,
+grouped-query attention and SwiGLU, with the options that Llama, Qwen2 and Qwen3 need.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
+
+Params = Any  # a pytree of float32 master weights
+
+# Finite, so that a row that may attend to nothing (padding) gets a uniform average, not NaN.
+MASKED_SCORE = -1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and numerics of the language model."""
+
+    width: int = 96
+    """Model width D."""
+    layers: int = 3
+    """Number of blocks L."""
+    heads: int = 4
+    """Query heads H."""
+    kv_heads: int | None = None
+    """Key/value heads K, a divisor of H (default: H)."""
+    head_width: int | None = None
+    """Width E of one head, even (default: D / H)."""
+    mlp_width: int | None = None
+    """Hidden width of the SwiGLU layer (default: 3·D)."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary position frequencies."""
+    norm_eps: float = 1e-6
+    """Added to the mean square in RMSNorm."""
+    tie_embeddings: bool = True
+    """Use the input embedding as output projection."""
+    qkv_bias: bool = False
+    """Bias in the query, key and value projections (Qwen2)."""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys per head (Qwen3)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and matmuls; weights stay float32."""
+    remat: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    scan_unroll: int = 1
+    """Layers per turn of the compiled loop over layers: more is faster and slower to compile."""
+
+    def __post_init__(self):
+        if self.head_width is None and self.width % self.heads:
+            raise ConfigError(
+                f"width={self.width} is not a multiple of heads={self.heads}: set head_width too"
+            )
+        if self.heads % self.n_kv_heads:
+            raise ConfigError(
+                f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}: "
+                "each key/value head serves the same number of query heads"
+            )
+        if self.head_size % 2:
+            raise ConfigError(f"head_width={self.head_size} is odd: rotary positions need pairs")
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_width or self.width // self.heads
+
+    @property
+    def mlp_size(self) -> int:
+        return self.mlp_width or 3 * self.width
+
+
+def attend(
+    queries: Float[Array, "B K R G S E"],
+    own: KeyValues,
+    own_mask: Bool[Array, "B G S U"],
+    prefix: KeyValues | None = None,
+    prefix_mask: Bool[Array, "B P"] | None = None,
+) -> Float[Array, "B K R G S E"]:
+    """Softmax attention over [shared prompt prefix | own completion].
+
+    The prefix is read once for the whole group: its scores are one matmul of all G·S queries with
+    the P keys. The two parts are normalised together without being concatenated.
+
+    Args:
+        queries: S queries of each completion, R to each key/value head.
+        own: the completion's keys and values, `[B, K, G, U, E]`.
+        own_mask: which of the U own positions each query may see.
+        prefix: the prompt's keys and values, `[B, K, P, E]`.
+        prefix_mask: which of the P prompt positions are real.
+    """
+    queries = queries * queries.shape[-1] ** -0.5
+    f32 = jnp.float32
+
+    def scores(equation, keys, mask):
+        raw = jnp.einsum(equation, queries, keys, preferred_element_type=f32)
+        return jnp.where(mask, raw, MASKED_SCORE)
+
+    parts = [
+        (scores("bkrgse,bkgue->bkrgsu", own.keys, own_mask[:, None, None]), own.values, "bkgue")
+    ]
+    if prefix is not None:
+        mask = prefix_mask[:, None, None, None, None]
+        parts.append((scores("bkrgse,bkue->bkrgsu", prefix.keys, mask), prefix.values, "bkue"))
+    top = jax.lax.stop_gradient(
+        jnp.stack([part.max(-1, keepdims=True) for part, _, _ in parts]).max(0)
+    )
+    numerator, denominator = 0.0, 0.0
+    for part, values, axes in parts:
+        weights = jnp.exp(part - top)
+        denominator += weights.sum(-1, keepdims=True)
+        numerator += jnp.einsum(
+            f"bkrgsu,{axes}->bkrgse",
+            weights.astype(values.dtype),
+            values,
+            preferred_element_type=f32,
+        )
+    return (numerator / denominator).astype(queries.dtype)
+
+
+def rotate(
+    x: Float[Array, "B G S N E"], positions: Int[Array, "B G S"], theta: float
+) -> Float[Array, "B G S N E"]:
+    """Rotary position embedding, in the half-split layout of Llama's published weights.
+
+    References:
+        Su et al. 2021, eq. 34, https://arxiv.org/abs/2104.09864
+    """
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, 1, half)
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + ε) · scale, computed in float32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + self.eps)
+        return (x32 * inverse * scale.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+class Linear(nn.Module):
+    """x·W (+ b): weights cast to the activations' type, float32 accumulation."""
+
+    features: int
+    use_bias: bool = False
+    init_scale: float = 0.02
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.normal(self.init_scale)
+        kernel = self.param("kernel", init, (x.shape[-1], self.features))
+        y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        if self.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            y += bias.reshape((1,) * (x.ndim - 1) + (-1,))
+        return y.astype(x.dtype)
+
+
+class Block(nn.Module):
+    """One layer: attention and SwiGLU, each behind a norm and added to the residual stream."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B G S D"],
+        prefix: KeyValues | None,
+        cache: KeyValues | None,
+        context: "Context",
+    ) -> tuple[Float[Array, "B G S D"], KeyValues]:
+        config = self.config
+        out_scale = 0.02 / (2 * config.layers) ** 0.5
+
+        normed = RMSNorm(config.norm_eps, name="attention_norm")(x)
+        queries, own = self.project(normed, context.positions)
+        if cache is not None:
+            own = jax.tree.map(
+                lambda old, new: jax.lax.dynamic_update_slice_in_dim(
+                    old, new.astype(old.dtype), context.write_at, axis=3
+                ),
+                cache,
+                own,
+            )
+        mixed = attend(queries, own, context.own_mask, prefix, context.prefix_mask)
+        b, _, _, g, s, _ = mixed.shape
+        mixed = mixed.transpose(0, 3, 4, 1, 2, 5).reshape(b, g, s, -1)
+        x += Linear(config.width, init_scale=out_scale, name="out")(mixed)
+
+        normed = RMSNorm(config.norm_eps, name="mlp_norm")(x)
+        gate = Linear(config.mlp_size, name="gate")(normed)
+        up = Linear(config.mlp_size, name="up")(normed)
+        x += Linear(config.width, init_scale=out_scale, name="down")(nn.silu(gate) * up)
+        return x, own
+
+    def project(self, x, positions):
+        """Rotated queries `[B,K,R,G,S,E]` and own keys and values `[B,K,G,S,E]`."""
+        config = self.config
+        b, g, s, _ = x.shape
+
+        def heads(name, count):
+            y = Linear(count * config.head_size, config.qkv_bias, name=name)(x)
+            return y.reshape(b, g, s, count, config.head_size)
+
+        queries, keys = heads("query", config.heads), heads("key", config.n_kv_heads)
+        if config.qk_norm:
+            queries = RMSNorm(config.norm_eps, name="query_norm")(queries)
+            keys = RMSNorm(config.norm_eps, name="key_norm")(keys)
+        queries = rotate(queries, positions, config.rope_theta)
+        keys = rotate(keys, positions, config.rope_theta)
+        values = heads("value", config.n_kv_heads)
+        queries = queries.reshape(b, g, s, config.n_kv_heads, -1, config.head_size)
+        return queries.transpose(0, 3, 4, 1, 2, 5), KeyValues(
+            keys.transpose(0, 3, 1, 2, 4), values.transpose(0, 3, 1, 2, 4)
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Context:
+    """What every layer is told about the positions at hand."""
+
+    positions: Int[Array, "B G S"]
+    own_mask: Bool[Array, "B G S U"]
+    prefix_mask: Bool[Array, "B P"] | None = None
+    write_at: Int[Array, ""] | None = None
+
+
+class Transformer(nn.Module):
+    """Embedding, L blocks under one scan, final norm. Parameters of the blocks carry a leading L."""
+
+    config: ModelConfig
+    vocab_size: int
+
+    def setup(self):
+        config = self.config
+        init = nn.initializers.normal(0.02)
+        self.embedding = self.param("embedding", init, (self.vocab_size, config.width))
+        if not config.tie_embeddings:
+            self.head = self.param("head", init, (config.width, self.vocab_size))
+        block = nn.remat(Block, prevent_cse=False) if config.remat else Block
+        self.blocks = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            in_axes=(0, 0, nn.broadcast),
+            length=config.layers,
+            unroll=config.scan_unroll,
+        )(config)
+        self.final_norm = RMSNorm(config.norm_eps)
+
+    def __call__(
+        self, tokens: Int[Array, "B G S"], prefix: KeyValues | None, context: Context
+    ) -> tuple[Float[Array, "B G S D"], KeyValues]:
+        """Hidden states after the final norm, and every layer's own keys and values."""
+        return self.backbone(self.embed(tokens), prefix, context)
+
+    def embed(self, tokens):
+        return self.embedding[tokens].astype(self.config.dtype)
+
+    def backbone(self, x, prefix, context):
+        x, own = self.blocks(x, prefix, None, context)
+        return self.final_norm(x), own
+
+
+class LanguageModel:
+    """Pure functions of parameters around a `Transformer`; nothing else knows the module system.
+
+    >>> model = LanguageModel(ModelConfig(width=32, layers=1), vocab_size=10)
+    >>> params = model.init(jax.random.key(0))
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int):
+        self.config, self.vocab_size = config, vocab_size
+        self.module = Transformer(config, vocab_size)
+        self.block = Block(config)
+
+    def init(self, key: Array) -> Params:
+        """Fresh float32 parameters: normal(0.02), residual outputs scaled by 1/√(2L)."""
+        prompt = Prompts(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
+        return self.module.init(key, prompt.tokens[:, None], None, prompt_context(prompt))["params"]
+
+    def head(self, params: Params) -> Float[Array, "D V"]:
+        """The output projection in the compute type."""
+        tied = self.config.tie_embeddings
+        return (params["embedding"].T if tied else params["head"]).astype(self.config.dtype)
+
+    def prefill(
+        self, params: Params, prompts: Prompts
+    ) -> tuple[Float[Array, "B D"], KeyValues]:
+        """Run every prompt once.
+
+        Returns:
+            The hidden state that predicts the first completion token, and the keys and values of
+            all layers `[L, B, K, P, E]`.
+        """
+        hidden, own = self.module.apply(
+            {"params": params}, prompts.tokens[:, None], None, prompt_context(prompts)
+        )
+        return hidden[:, 0, -1], jax.tree.map(lambda x: x[:, :, :, 0], own)
+
+    def completion_hidden(
+        self, params: Params, prompts: Prompts, completions: Completions
+    ) -> Float[Array, "B G T D"]:
+        """The hidden state that predicts each completion token (position t sees tokens < t)."""
+        last, prefix = self.prefill(params, prompts)
+        b, g, t = completions.tokens.shape
+        last = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1]))
+        if t == 1:
+            return last
+        fed = jax.tree.map(lambda x: x[..., :-1], completions)
+        causal = jnp.tril(jnp.ones((t - 1, t - 1), bool))[None, None]
+        context = Context(
+            positions=completion_positions(prompts, t - 1, g),
+            own_mask=causal & fed.attention_mask[:, :, None],
+            prefix_mask=prompts.mask,
+        )
+        hidden, _ = self.module.apply({"params": params}, fed.tokens, prefix, context)
+        return jnp.concatenate([last, hidden], axis=2)
+
+    def unstack(self, params: Params) -> list[Params]:
+        """One tree of compute-type weights per layer, for a loop that decodes many times."""
+        blocks = jax.tree.map(lambda x: x.astype(self.config.dtype), params["blocks"])
+        return [jax.tree.map(lambda x: x[i], blocks) for i in range(self.config.layers)]
+
+    def decode(
+        self,
+        params: Params,
+        layers: list[Params],
+        tokens: Int[Array, "B G"],
+        prefixes: list[KeyValues],
+        caches: list[KeyValues],
+        context: Context,
+    ) -> tuple[Float[Array, "B G D"], list[KeyValues]]:
+        """Feed one token per completion and write its keys and values at `context.write_at`.
+
+        Layers are unrolled: slicing stacked weights and caches costs more here than it saves.
+        """
+        x = params["embedding"][tokens][:, :, None].astype(self.config.dtype)
+        written = []
+        for layer, prefix, cache in zip(layers, prefixes, caches, strict=True):
+            x, cache = self.block.apply({"params": layer}, x, prefix, cache, context)
+            written.append(cache)
+        final_norm = RMSNorm(self.config.norm_eps)
+        return final_norm.apply({"params": params["final_norm"]}, x)[:, :, 0], written
+
+
+def prompt_context(prompts: Prompts) -> Context:
+    """A prompt is a group of one that attends to itself, causally."""
+    p = prompts.tokens.shape[-1]
+    causal = jnp.tril(jnp.ones((p, p), bool))[None]
+    positions = jnp.maximum(jnp.cumsum(prompts.mask, -1) - 1, 0)
+    return Context(positions[:, None], (causal & prompts.mask[:, None])[:, None])
+
+
+def completion_positions(prompts: Prompts, t: int, g: int) -> Int[Array, "B G T"]:
+    """Positions count real tokens from the start of the prompt."""
+    start = prompts.mask.sum(-1)[:, None, None]
+    return jnp.broadcast_to(start + jnp.arange(t)[None, None], (len(start), g, t))
