@@ -1,0 +1,329 @@
+"""What all Countdown experiments share: the task, the warm start, the measurement, the report."""
+
+import dataclasses
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+
+from jaxrl_llm.envs.countdown import (
+    HELD_OUT,
+    Countdown,
+    EnvParams,
+    check_params,
+    countdown_params,
+    sft_examples,
+)
+from jaxrl_llm.evaluation import EvalConfig, make_evaluate
+from jaxrl_llm.logging import RunFolder, provenance, read_rows, write_summary
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
+from jaxrl_llm.rollout import Rollout, make_rollout
+from jaxrl_llm.sampling import SamplingConfig
+from jaxrl_llm.sft import Examples, SFTConfig, make_sft_step
+from jaxrl_llm.tokenizers import Tokenizer, arithmetic_tokenizer
+from jaxrl_llm.trainer import (
+    FREE_FIELDS,
+    Measured,
+    RunConfig,
+    RunResult,
+    count_parameters,
+    train,
+)
+from jaxrl_llm.training import (
+    OptimizerConfig,
+    TrainConfig,
+    init_state,
+    make_iteration,
+    make_optimizer,
+)
+from jaxrl_llm.types import Algorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Which Countdown problems, and what an answer is worth."""
+
+    preset: Literal["small", "3to4", "3to6"] = "small"
+    """small: 3 numbers up to 20, targets up to 100; 3to4: like the public data set; 3to6: harder."""
+    reward_missing: float = 0.0
+    """Reward without an answer."""
+    reward_wrong: float = 0.1
+    """Reward of a wrong answer."""
+    reward_correct: float = 1.0
+    """Reward of a correct answer."""
+
+    def params(self, **overrides: Any) -> EnvParams:
+        rewards = {k: v for k, v in vars(self).items() if k != "preset"}
+        return countdown_params(self.preset, **rewards, **overrides)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStartConfig:
+    """Everything that decides the warm start, and nothing else: its hash names its folder."""
+
+    task: TaskConfig = TaskConfig()
+    """Problems."""
+    model: ModelConfig = ModelConfig()
+    """The policy."""
+    sft: SFTConfig = SFTConfig()
+    """Supervised fine-tuning on solver-made solutions."""
+    max_tokens: int = 12
+    """Longest completion, in tokens."""
+    seed: int = 0
+    """Seed of initial weights, problems and order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountdownConfig:
+    """Reinforcement learning on Countdown, from a warm start."""
+
+    task: TaskConfig = TaskConfig()
+    """Problems and rewards."""
+    model: ModelConfig = ModelConfig()
+    """The policy."""
+    sft: SFTConfig = SFTConfig()
+    """The warm start; made once, then found again by its settings."""
+    sft_seed: int = 0
+    """Seed of the warm start, apart from the run's, so that seeds share it."""
+    sampling: SamplingConfig = SamplingConfig(max_tokens=12, block=4)
+    """How completions are drawn in training."""
+    train: TrainConfig = TrainConfig()
+    """Sizes and order of the updates."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer of the policy."""
+    eval: EvalConfig = EvalConfig()
+    """Measurement on held-out problems."""
+    run: RunConfig = RunConfig()
+    """Where the run writes."""
+    smoke: bool = False
+    """Tiny sizes, to see in seconds that everything works; the run is called smoke."""
+
+    def resolved(self):
+        """The config to run: itself, or its tiny version with `smoke`."""
+        if not self.smoke:
+            return self
+        return dataclasses.replace(
+            self,
+            model=ModelConfig(width=32, layers=2, heads=2),
+            sft=dataclasses.replace(self.sft, steps=20, batch=64, examples=512, steps_per_call=10),
+            train=dataclasses.replace(
+                self.train, iterations=4, prompts=8, group_size=4, iterations_per_call=2
+            ),
+            eval=dataclasses.replace(self.eval, problems=64, samples=4, every=2),
+            run=dataclasses.replace(
+                self.run,
+                name="smoke" if self.run.name == "default" else self.run.name,
+                checkpoint_every=2,
+            ),
+        )
+
+    @property
+    def warm_start(self) -> WarmStartConfig:
+        return WarmStartConfig(
+            task=TaskConfig(preset=self.task.preset),
+            model=self.model,
+            sft=self.sft,
+            max_tokens=self.sampling.max_tokens,
+            seed=self.sft_seed,
+        )
+
+
+class Setting(NamedTuple):
+    """The objects that a config stands for."""
+
+    env: Countdown
+    env_params: EnvParams
+    tokenizer: Tokenizer
+    model: LanguageModel
+
+
+def make_setting(task: TaskConfig, model: ModelConfig, max_tokens: int) -> Setting:
+    """Environment, tokenizer and model.
+
+    Raises:
+        ConfigError: problems that cannot be drawn, or sizes that do not fit.
+    """
+    tokenizer = arithmetic_tokenizer()
+    params = task.params()
+    env = Countdown(tokenizer, max_numbers=params.max_numbers, max_completion=max_tokens)
+    check_params(params, env)
+    return Setting(env, params, tokenizer, LanguageModel(model, tokenizer.vocab_size))
+
+
+def measure(setting: Setting, sampling: SamplingConfig, config: EvalConfig):
+    """`params -> Measured` on held-out problems: greedy, and at temperature 1."""
+
+    def rollout(sampling: SamplingConfig, samples: int):
+        return make_rollout(
+            setting.env,
+            setting.env_params.replace(split=HELD_OUT),
+            setting.model,
+            setting.tokenizer,
+            sampling,
+            prompts=config.problems,
+            group_size=samples,
+        )
+
+    replace = dataclasses.replace
+    evaluate = make_evaluate(
+        rollout(replace(sampling, greedy=True), 1),
+        rollout(replace(sampling, temperature=1.0), config.samples),
+        config,
+    )
+
+    def measured(params: Params) -> Measured:
+        result, rolled = evaluate(params)
+        return Measured(result.metrics(), transcripts(rolled, setting.tokenizer))
+
+    return measured
+
+
+def transcripts(rolled: Rollout, tokenizer: Tokenizer, n: int = 8) -> list[dict[str, Any]]:
+    """The first samples of the first n problems, as text."""
+    few = jax.device_get(jax.tree.map(lambda x: x[:n], rolled))
+    return [
+        {
+            "prompt": tokenizer.decode(few.prompts.tokens[i][few.prompts.mask[i]].tolist()),
+            "completion": tokenizer.decode(
+                few.completions.tokens[i, 0][few.completions.loss_mask[i, 0]].tolist()
+            ),
+            "reward": float(few.rewards[i, 0]),
+        }
+        for i in range(len(few.rewards))
+    ]
+
+
+def train_warm_start(config: WarmStartConfig, run: RunConfig) -> tuple[RunResult, RunFolder]:
+    """Make the warm start that `config` describes, or find it: its folder is named by its hash."""
+    settings = dataclasses.asdict(config)
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    setting = make_setting(config.task, config.model, config.max_tokens)
+    init_key, state_key = jax.random.split(jax.random.key(config.seed))
+    optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
+    state = init_state(setting.model.init(init_key), optimizer, state_key)
+    with RunFolder.open(run.root / "sft_countdown" / digest, settings) as folder:
+        prompts, tokens, mask = sft_examples(
+            setting.env, setting.env_params, config.sft.examples, config.seed, config.max_tokens
+        )
+        result = train(
+            folder,
+            state,
+            make_sft_step(setting.model, Examples(prompts, tokens, mask), optimizer, config.sft),
+            run=dataclasses.replace(run, checkpoint_every=100),
+            total=config.sft.steps,
+            per_call=config.sft.steps_per_call,
+            tokens_metric="sft/tokens",
+            shown=("loss",),
+        )
+    return result, folder
+
+
+def run_countdown(experiment: str, config: CountdownConfig, algorithm: Algorithm) -> bool:
+    """Warm start, reinforcement learning, measurement, report. False when interrupted."""
+    started = time.perf_counter()
+    setting = make_setting(config.task, config.model, config.sampling.max_tokens)
+    config.sampling.check_for_training()
+    path = config.run.root / experiment / config.run.name
+    with RunFolder.open(path, dataclasses.asdict(config), free=FREE_FIELDS) as folder:
+        warm, warm_folder = train_warm_start(config.warm_start, config.run)
+        if not warm.is_complete:
+            return report_interrupt(warm_folder, warm)
+        print(
+            f"{count_parameters(warm.params):,} parameters, warm start {warm_folder.path} "
+            f"({config.sft.steps} steps)"
+        )
+        rollout = make_rollout(
+            setting.env,
+            setting.env_params,
+            setting.model,
+            setting.tokenizer,
+            config.sampling,
+            prompts=config.train.prompts,
+            group_size=config.train.group_size,
+        )
+        optimizer = make_optimizer(config.optimizer, config.train.updates)
+        result = train(
+            folder,
+            init_state(
+                warm.params,
+                optimizer,
+                jax.random.key(config.run.seed),
+                needs_reference=algorithm.needs_reference,
+            ),
+            make_iteration(
+                rollout,
+                setting.model,
+                algorithm,
+                optimizer,
+                config.train,
+                temperature=config.sampling.temperature,
+            ),
+            run=config.run,
+            total=config.train.iterations,
+            per_call=config.train.iterations_per_call,
+            evaluate=measure(setting, config.sampling, config.eval),
+            evaluate_every=config.eval.every,
+        )
+        if not result.is_complete:
+            return report_interrupt(folder, result)
+        report(experiment, folder, result, time.perf_counter() - started)
+    return True
+
+
+def report_interrupt(folder: RunFolder, result: RunResult) -> bool:
+    """Say what was saved and how to go on."""
+    print(
+        f"interrupted: iteration {result.iteration} is saved in {folder.path}; "
+        "type the same command again to go on"
+    )
+    return False
+
+
+def report(experiment: str, folder: RunFolder, result: RunResult, seconds: float) -> None:
+    """Print before and after with intervals, draw the curves, write summary.json."""
+    measured = [row for row in result.history if "eval/greedy" in row]
+    before, after = measured[0], measured[-1]
+    names = [
+        name
+        for name in before
+        if name.startswith("eval/") and not name.endswith(("_low", "_high"))
+    ]
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        return f"{row[name]:.3f} [{row[f'{name}_low']:.3f}, {row[f'{name}_high']:.3f}]"
+
+    print("held-out accuracy      before RL               after RL                gain")
+    for name in names:
+        print(
+            f"{name.removeprefix('eval/'):<22} {cell(before, name):<23} {cell(after, name):<23} "
+            f"{100 * (after[name] - before[name]):+.1f} points"
+        )
+
+    write_summary(
+        folder,
+        {
+            "experiment": experiment,
+            "before": {k: v for k, v in before.items() if k.startswith("eval/")},
+            "after": {k: v for k, v in after.items() if k.startswith("eval/")},
+            "final": after,
+            "iterations": result.iteration,
+            "training_seconds": sum(
+                value
+                for row in read_rows(folder.timing)
+                for name, value in row.items()
+                if name in ("time/train_seconds", "time/evaluate_seconds")
+            ),
+            "wall_seconds": seconds,
+            "compile_seconds": result.compile_seconds,
+            "compiled_memory_mb": result.peak_memory_mb,
+        }
+        | provenance(),
+    )
+    print(f"{folder.path}: summary.json, plots/, metrics.jsonl, samples.jsonl, checkpoints/")
+    print(f"wall time {seconds:.0f} s, of which compiling the iteration {result.compile_seconds:.0f} s")
+
+

@@ -1,0 +1,29 @@
+"""Claim: GRPO makes a small policy that half knows Countdown much better, within minutes on a CPU.
+
+A policy of 0.34 million parameters is warm-started on solutions, then trained with Group Relative
+Policy Optimization (https://arxiv.org/abs/2402.03300) on fresh problems, and measured on problems
+that share no (target, numbers) with training.
+"""
+
+from dataclasses import dataclass
+
+from experiments import cli
+from experiments.countdown import CountdownConfig, run_countdown
+from jaxrl_llm.losses.grpo import GRPOConfig, grpo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(CountdownConfig):
+    """GRPO on Countdown."""
+
+    algorithm: GRPOConfig = GRPOConfig()
+    """The objective."""
+
+
+def main(config: Config) -> bool:
+    config = config.resolved()
+    return run_countdown("grpo_countdown", config, grpo(config.algorithm))
+
+
+if __name__ == "__main__":
+    cli.run(Config, main, __doc__)

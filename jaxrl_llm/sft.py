@@ -1,0 +1,102 @@
+"""Supervised fine-tuning: the warm start that gives reinforcement learning something to reward."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Int
+
+from jaxrl_llm.losses.aggregate import aggregate
+from jaxrl_llm.masking import masked_sum
+from jaxrl_llm.models.transformer import LanguageModel, Params
+from jaxrl_llm.training import (
+    Metrics,
+    OptimizerConfig,
+    TrainState,
+    make_update_step,
+    score,
+    skipped_updates,
+)
+from jaxrl_llm.types import Completions, ConfigError, LossOutput, Prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig:
+    """How the warm start is trained."""
+
+    steps: int = 300
+    """Optimizer steps."""
+    batch: int = 256
+    """Examples per step."""
+    examples: int = 50_000
+    """Distinct drawn problems, each with one of its solutions."""
+    microbatches: int = 1
+    """Parts in which each step's gradient is accumulated."""
+    steps_per_call: int = 50
+    """Steps inside one compiled call."""
+    optimizer: OptimizerConfig = field(
+        default_factory=lambda: OptimizerConfig(
+            learning_rate=2e-3, warmup=30, schedule="cosine", weight_decay=0.01
+        )
+    )
+    """Optimizer settings."""
+
+    def __post_init__(self):
+        if min(self.steps, self.batch, self.microbatches, self.steps_per_call) < 1:
+            raise ConfigError("sft: steps, batch, microbatches and steps_per_call must be positive")
+        if self.batch > self.examples or self.batch % self.microbatches:
+            raise ConfigError(
+                f"sft: batch={self.batch} must be at most examples={self.examples} and a multiple "
+                f"of microbatches={self.microbatches}"
+            )
+
+
+class Examples(NamedTuple):
+    """Prompts with the completion that should follow, end token included."""
+
+    prompts: Prompts
+    tokens: Int[Array, "N T"]
+    mask: Bool[Array, "N T"]
+
+
+def sft_loss(params: Params, model: LanguageModel, examples: Examples) -> LossOutput:
+    """Cross-entropy of the completion's tokens, in nats: −Σ log π(token) / number of tokens."""
+    tokens, mask = examples.tokens[:, None], examples.mask[:, None]
+    completions = Completions(tokens, mask, mask, jnp.zeros(tokens.shape))
+    logp_t, entropy_t = score(params, model, examples.prompts, completions)
+    means = {"sft/entropy": masked_sum(entropy_t, mask)}
+    return LossOutput(aggregate(-logp_t, mask, "token"), means, {})
+
+
+def make_sft_step(
+    model: LanguageModel,
+    examples: Examples,
+    optimizer: optax.GradientTransformation,
+    config: SFTConfig,
+) -> Callable[[TrainState], tuple[TrainState, Metrics]]:
+    """One step on a random batch of `examples`: the analogue of `training.make_iteration`."""
+    n = len(examples.tokens)
+    update = make_update_step(
+        lambda params, batch: sft_loss(params, model, batch),
+        optimizer,
+        microbatches=config.microbatches,
+    )
+
+    def step(state: TrainState) -> tuple[TrainState, Metrics]:
+        # Epoch by epoch: every example once, in an order of the epoch's own.
+        per_epoch = n // config.batch
+        epoch, place = state.iteration // per_epoch, state.iteration % per_epoch
+        order = jax.random.permutation(jax.random.fold_in(state.key, epoch), n)
+        chosen = jax.lax.dynamic_slice_in_dim(order, place * config.batch, config.batch)
+        batch = jax.tree.map(lambda x: jnp.asarray(x)[chosen], examples)
+        params, opt_state, metrics = update(state.params, state.opt_state, batch)
+        metrics["optimizer/skipped_updates"] = skipped_updates(opt_state)
+        metrics["sft/tokens"] = batch.mask.sum()
+        return state.replace(
+            params=params, opt_state=opt_state, iteration=state.iteration + 1
+        ), metrics
+
+    return step

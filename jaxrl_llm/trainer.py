@@ -1,0 +1,218 @@
+"""The host's side of a run: call the compiled iteration, log, evaluate, save, resume."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.logging import Interrupt, MetricsLog, RunFolder, read_rows
+from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.training import Metrics, TrainState, scan_iterations
+from jaxrl_llm.types import ConfigError
+
+# These may change when a run is resumed: they decide no figure.
+FREE_FIELDS = frozenset({"run.root", "run.keep", "run.quiet", "run.checkpoint_every"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run writes, and how often."""
+
+    root: Path = Path("runs")
+    """Folder that holds all runs, as ROOT/EXPERIMENT/NAME."""
+    name: str = "default"
+    """Name of this run; the same name and config again resumes it."""
+    seed: int = 0
+    """Seed of all randomness in training."""
+    checkpoint_every: int = 50
+    """Iterations between checkpoints (rounded up to whole calls)."""
+    keep: int = 3
+    """Newest checkpoints to keep."""
+    quiet: bool = False
+    """No progress bar."""
+
+    def __post_init__(self):
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ConfigError(f"name={self.name!r}: expected a plain folder name, such as seed-1")
+        if self.checkpoint_every < 1 or self.keep < 1:
+            raise ConfigError("checkpoint_every and keep must be at least 1")
+
+
+class Measured(NamedTuple):
+    """What an evaluation hands to the log."""
+
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]
+
+
+class RunResult(NamedTuple):
+    """What `train` leaves in memory; the rest is in the folder."""
+
+    params: Params
+    history: list[dict[str, Any]]  # the rows of metrics.jsonl
+    iteration: int
+    is_complete: bool  # False after an interrupt
+    compile_seconds: float  # spent by this process
+    peak_memory_mb: float  # of one compiled call, by XLA's analysis
+
+
+def train(
+    folder: RunFolder,
+    state: TrainState,
+    iteration: Callable[[TrainState], tuple[TrainState, Metrics]],
+    *,
+    run: RunConfig,
+    total: int,
+    per_call: int,
+    evaluate: Callable[[Params], Measured] | None = None,
+    evaluate_every: int = 0,
+    tokens_metric: str = "rollout/tokens",
+    shown: Sequence[str] = ("reward/mean", "eval/sampled"),
+) -> RunResult:
+    """Run `iteration` until `total`, from the folder's newest checkpoint if it has one.
+
+    Metrics of iteration i are row i + 1 (after i + 1 iterations); evaluations join the row they
+    were made at, the first one row 0. Checkpoints are written after the rows they belong to, so a
+    killed run resumes without a gap and without a repetition. SIGINT and SIGTERM save first.
+
+    Args:
+        folder: the run's folder.
+        state: the state to begin with; it is donated.
+        iteration: pure step function.
+        run: cadence of checkpoints.
+        total: iterations of the whole run.
+        per_call: iterations in one compiled call.
+        evaluate: measures parameters; called before the first iteration, then every
+            `evaluate_every`, and after the last.
+        evaluate_every: iterations between evaluations (0: first and last only).
+        tokens_metric: the metric that counts tokens, for tokens/s.
+        shown: metrics on the progress bar.
+    """
+    timer = Timer()
+    calls: dict[int, Any] = {}
+
+    def compiled(length: int, state: TrainState):
+        if length not in calls:
+            program = jax.jit(scan_iterations(iteration, length), donate_argnums=0)
+            with timer("compile"):
+                calls[length] = program.lower(state).compile()
+        return calls[length]
+
+    def is_evaluation_due(before: int, now: int) -> bool:
+        crossed = evaluate_every and now // evaluate_every > before // evaluate_every
+        return evaluate is not None and bool(crossed or now == total)
+
+    with (
+        Interrupt() as interrupt,
+        Checkpoints(
+            folder.checkpoints, keep=run.keep, every=run.checkpoint_every, say=tqdm.write
+        ) as checkpoints,
+    ):
+        restored = checkpoints.restore_latest(state)
+        if restored is not None:
+            state = restored.state
+        done = int(state.iteration)
+        with MetricsLog(folder, done if restored is not None else -1) as log:
+            if restored is None and evaluate is not None:
+                with timer("evaluate"):
+                    measured = evaluate(state.params)
+                log.write(0, measured.metrics, timer.take())
+                log.write_samples(0, measured.samples)
+            bar = tqdm(total=total, initial=done, disable=run.quiet, unit="it", leave=False)
+            while done < total and not interrupt.requested:
+                length = min(per_call, total - done)
+                call = compiled(length, state)
+                with timer("train"):
+                    state, metrics = call(state)
+                    metrics = jax.device_get(metrics)
+                before, done = done, done + length
+                seconds = timer.seconds["train"]
+                timing = {
+                    "time/iteration_seconds": seconds / length,
+                    "time/tokens_per_second": float(np.sum(metrics.get(tokens_metric, 0)))
+                    / seconds,
+                }
+                rows = [{name: x[i] for name, x in metrics.items()} for i in range(length)]
+                if is_evaluation_due(before, done):
+                    with timer("evaluate"):
+                        measured = evaluate(state.params)
+                    rows[-1] |= measured.metrics
+                    log.write_samples(done, measured.samples)
+                for i, row in enumerate(rows, start=before + 1):
+                    log.write(i, row, timing | (timer.take() if i == done else {}))
+                if checkpoints.is_due(done) or done == total or interrupt.requested:
+                    with timer("checkpoint"):
+                        log.sync()
+                        checkpoints.save(done, state)
+                show(bar, rows, shown, timing, length)
+            bar.close()
+    params = jax.tree.map(np.asarray, state.params)
+    return RunResult(
+        params=jax.tree.map(jax.numpy.asarray, params),
+        history=read_rows(folder.metrics),
+        iteration=done,
+        is_complete=done >= total,
+        compile_seconds=timer.total.get("compile", 0.0),
+        peak_memory_mb=max((peak_memory(call) for call in calls.values()), default=0.0) / 2**20,
+    )
+
+
+class Timer:
+    """Adds up wall-clock seconds by name: `seconds` since the last `take`, `total` for good."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self.total: dict[str, float] = {}
+        self._running: list[tuple[str, float]] = []
+
+    def __call__(self, name: str) -> "Timer":
+        self._running.append((name, time.perf_counter()))
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        name, start = self._running.pop()
+        spent = time.perf_counter() - start
+        for ledger in (self.seconds, self.total):
+            ledger[name] = ledger.get(name, 0.0) + spent
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call, as `time/NAME_seconds`."""
+        taken = {f"time/{name}_seconds": spent for name, spent in self.seconds.items()}
+        self.seconds = {}
+        return taken
+
+
+def peak_memory(compiled: Any) -> float:
+    """Bytes that a compiled program needs: arguments, results and temporaries, aliases once."""
+    analysis = compiled.memory_analysis()
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+
+
+def show(
+    bar: tqdm, rows: list[dict[str, Any]], shown: Sequence[str], timing: dict, length: int
+) -> None:
+    """Advance the bar and put the newest figures on it."""
+    latest = {name: row[name] for row in rows for name in shown if name in row}
+    earlier = getattr(bar, "figures", {})
+    bar.figures = earlier | {name.split("/")[0]: f"{x:.3f}" for name, x in latest.items()}
+    bar.set_postfix(bar.figures | {"tok/s": f"{timing['time/tokens_per_second']:,.0f}"})
+    bar.update(length)
+
+
+def count_parameters(params: Params) -> int:
+    """Number of weights."""
+    return sum(x.size for x in jax.tree.leaves(params))
