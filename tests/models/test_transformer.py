@@ -1,0 +1,146 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, prompt_context, rotate
+from jaxrl_llm.training import score
+from jaxrl_llm.types import Completions, ConfigError, Prompts
+
+
+def repeat_prompts(prompts, completions):
+    """The same rows with every prompt written out once per completion: G = 1."""
+    g = completions.tokens.shape[1]
+    return (
+        jax.tree.map(lambda x: jnp.repeat(x, g, 0), prompts),
+        jax.tree.map(lambda x: x.reshape(-1, 1, x.shape[-1]), completions),
+    )
+
+
+def test_a_shared_prefix_equals_repeated_prompts_in_value_and_gradient(
+    model, params, prompts, completions
+):
+    weights = jax.random.normal(jax.random.key(0), completions.tokens.shape)
+    weights = jnp.where(completions.loss_mask, weights, 0.0)
+
+    def loss(params, prompts, completions, weights):
+        return (score(params, model, prompts, completions).logp_t * weights).sum()
+
+    shared = jax.value_and_grad(loss)(params, prompts, completions, weights)
+    repeated = jax.value_and_grad(loss)(
+        params, *repeat_prompts(prompts, completions), weights.reshape(-1, 1, weights.shape[-1])
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), shared, repeated
+    )
+
+
+def test_every_row_equals_the_same_text_run_without_padding_or_groups(
+    model, params, prompts, completions
+):
+    logp_t = score(params, model, prompts, completions).logp_t
+    for b, g in [(0, 0), (3, 2), (4, 3)]:
+        text = jnp.concatenate(
+            [
+                prompts.tokens[b][prompts.mask[b]],
+                completions.tokens[b, g][completions.attention_mask[b, g]],
+            ]
+        )
+        n = int(completions.attention_mask[b, g].sum())
+        whole = Prompts(text[None, :-1], jnp.ones((1, text.size - 1), bool))
+        # One pass over the plain sequence: hidden states of a prompt are those of a text.
+        hidden, _ = model.module.apply({"params": params}, whole.tokens[:, None], None, prompt_context(whole))
+        logits = hidden[0, 0] @ model.head(params)
+        plain = jnp.take_along_axis(jax.nn.log_softmax(logits), text[1:, None], 1)[-n:, 0]
+        np.testing.assert_allclose(logp_t[b, g, :n], plain, atol=1e-5)
+
+
+def test_padding_holds_no_information(model, params, prompts, completions):
+    garbage = prompts._replace(tokens=jnp.where(prompts.mask, prompts.tokens, 17))
+    rubbish = completions._replace(
+        tokens=jnp.where(completions.attention_mask, completions.tokens, 19)
+    )
+    mask = completions.loss_mask
+    np.testing.assert_array_equal(
+        jnp.where(mask, score(params, model, prompts, completions).logp_t, 0),
+        jnp.where(mask, score(params, model, garbage, rubbish).logp_t, 0),
+    )
+
+
+def test_a_token_does_not_see_what_follows(model, params, prompts, completions):
+    later = completions._replace(tokens=completions.tokens.at[:, :, 4:].set(5))
+    before = score(params, model, prompts, completions).logp_t[:, :, :4]
+    np.testing.assert_array_equal(before, score(params, model, prompts, later).logp_t[:, :, :4])
+
+
+@pytest.mark.parametrize("change", [{"remat": True}, {"scan_unroll": 2}])
+def test_options_that_trade_memory_and_time_change_no_gradient(
+    change, model, params, prompts, completions
+):
+    other = LanguageModel(ModelConfig(**{**vars(model.config), **change}), model.vocab_size)
+
+    def gradient(model):
+        return jax.grad(lambda p: score(p, model, prompts, completions).logp_t.sum())(params)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        gradient(model),
+        gradient(other),
+    )
+
+
+def test_bfloat16_is_close_to_float32_and_keeps_float32_weights(prompts, completions):
+    config = ModelConfig(width=32, layers=2, heads=4)
+    exact, coarse = (
+        LanguageModel(ModelConfig(**{**vars(config), "dtype": dtype}), 23)
+        for dtype in ("float32", "bfloat16")
+    )
+    params = coarse.init(jax.random.key(0))
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    difference = (
+        score(params, exact, prompts, completions).logp_t
+        - score(params, coarse, prompts, completions).logp_t
+    )
+    assert 0 < jnp.abs(difference).max() < 0.05
+
+
+def test_rotary_scores_depend_on_relative_position_only():
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 1, 8))
+    at = lambda x, position: rotate(x, jnp.full((1, 1, 1), position), 10_000.0)
+    near = (at(q, 3) * at(k, 1)).sum()
+    np.testing.assert_allclose(near, (at(q, 103) * at(k, 101)).sum(), rtol=1e-4)
+    assert abs(near - (at(q, 5) * at(k, 1)).sum()) > 1e-3
+
+
+def test_tied_models_have_no_output_matrix():
+    tied, untied = (
+        LanguageModel(ModelConfig(width=16, layers=1, heads=2, tie_embeddings=t), 7)
+        for t in (True, False)
+    )
+    assert "head" not in tied.init(jax.random.key(0))
+    assert untied.init(jax.random.key(0))["head"].shape == (16, 7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"width": 30, "heads": 4}, "not a multiple of heads"),
+        ({"heads": 4, "kv_heads": 3}, "not a multiple of kv_heads"),
+        ({"width": 12, "heads": 4}, "odd"),
+    ],
+)
+def test_shapes_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(**settings)
+
+
+def test_one_token_completions_are_scored_from_the_prompt_alone(model, params, prompts):
+    one = Completions(
+        jnp.full((5, 2, 1), 4), jnp.ones((5, 2, 1), bool), jnp.ones((5, 2, 1), bool), jnp.zeros((5, 2, 1))
+    )
+    longer = jax.tree.map(lambda x: jnp.repeat(x, 3, -1), one)
+    np.testing.assert_allclose(
+        score(params, model, prompts, one).logp_t[..., 0],
+        score(params, model, prompts, longer).logp_t[..., 0],
+        atol=1e-6,
+    )
