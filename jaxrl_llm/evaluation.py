@@ -30,18 +30,21 @@ def proportion(successes: int, n: int, confidence: float = 0.95) -> Estimate:
     return Estimate(successes / n, float(interval.low), float(interval.high), n)
 
 
-def mean_over_problems(
-    values: Float[np.ndarray, "N"], confidence: float = 0.95
-) -> Estimate:
-    """A mean with a Student-t interval over problems.
+def mean_over_problems(values: Float[np.ndarray, "N"], confidence: float = 0.95) -> Estimate:
+    """A mean of per-problem values in [0, 1] with Wilson's interval at the effective sample size.
 
-    Several completions of one problem are not independent: average them first, so that the unit
-    is the problem.
+      n_eff = p (1 − p) / s²,   p the mean, s its standard error over problems
+
+    Several completions of one problem are not independent, so the unit is the problem: pass the
+    average of each. With one completion per problem this is `proportion`.
     """
-    n = len(values)
-    mean = float(np.mean(values))
-    half = stats.t.ppf(0.5 + confidence / 2, n - 1) * np.std(values, ddof=1) / np.sqrt(n)
-    return Estimate(mean, mean - float(half), mean + float(half), n)
+    n, mean = len(values), float(np.mean(values))
+    variance = float(np.var(values)) / n
+    n_eff = mean * (1.0 - mean) / variance if variance > 0 else float(n)
+    z2 = stats.norm.ppf(0.5 + confidence / 2) ** 2 / n_eff
+    center = (mean + z2 / 2) / (1 + z2)
+    half = np.sqrt(z2 * (mean * (1 - mean) + z2 / 4)) / (1 + z2)
+    return Estimate(mean, float(center - half), float(center + half), n)
 
 
 def pass_at_k(is_correct: Bool[np.ndarray, "N S"], k: int) -> Float[np.ndarray, "N"]:

@@ -1,7 +1,7 @@
 """Masked reductions that stay finite, gradients included, when nothing is selected."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.types import WeightedSum
 
@@ -18,8 +18,3 @@ def masked_sum(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Weighte
 def masked_max(values: Float[Array, "..."], mask: Bool[Array, "..."]) -> Float[Array, ""]:
     """Largest selected value; −inf when nothing is selected."""
     return jnp.where(mask, values, -jnp.inf).max()
-
-
-def first_true(mask: Bool[Array, "*b T"]) -> Int[Array, "*b"]:
-    """Index of the first True along the last axis, T when there is none."""
-    return jnp.where(mask.any(-1), jnp.argmax(mask, -1), mask.shape[-1])

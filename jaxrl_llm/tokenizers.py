@@ -109,8 +109,8 @@ def tokens_to_bytes(
     lengths = jnp.where(mask, jnp.asarray(token_bytes.length)[tokens], 0)
     starts = jnp.cumsum(lengths) - lengths
     within = jnp.arange(token_bytes.table.shape[1])
-    is_real = within < lengths[:, None]
-    places = jnp.where(is_real, starts[:, None] + within, max_bytes)
+    is_real = within[None, :] < lengths[:, None]
+    places = jnp.where(is_real, starts[:, None] + within[None, :], max_bytes)
     text = jnp.zeros(max_bytes, jnp.uint8)
     text = text.at[places].set(jnp.asarray(token_bytes.table)[tokens], mode="drop")
     return text, lengths.sum()

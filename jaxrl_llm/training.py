@@ -176,8 +176,9 @@ class TrainConfig:
     """Passes over each rollout."""
     minibatches: int = 1
     """Updates per pass; divides `prompts`, groups stay whole."""
-    microbatches: int = 1
-    """Parts in which each update's gradient is accumulated; the result does not depend on it."""
+    microbatches: int = 4
+    """Parts in which each update's gradient is accumulated: less memory, same result; on a CPU
+    parts that fit its cache are faster."""
     iterations_per_call: int = 10
     """Iterations inside one compiled call, between two looks of the host."""
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.advantages import dead_groups, group_normalized
+from jaxrl_llm.advantages import group_normalized
 from jaxrl_llm.logprobs import KLEstimator, kl_estimate
 from jaxrl_llm.losses.aggregate import Aggregation, aggregate
 from jaxrl_llm.losses.regularizers import update_diagnostics
@@ -68,15 +68,22 @@ def grpo_loss(scores: Scores, batch: Batch, config: GRPOConfig) -> LossOutput:
         Shao et al. 2024 (DeepSeekMath), eq. 3 and 4, https://arxiv.org/abs/2402.03300
     """
     mask = batch.completions.loss_mask
+    # Replaced before exp: an overflow at a masked position would be a NaN in the gradient.
+    logp_t, entropy_t, ref_logp_t = (
+        jnp.where(mask, x, 0.0) for x in (scores.logp_t, scores.entropy_t, batch.ref_logp_t)
+    )
+    if config.mask_dead_groups:
+        is_alive = (batch.adv_t != 0).any((1, 2))
+        mask &= is_alive[:, None, None]
     loss_t = clipped_surrogate_loss(
-        scores.logp_t,
+        logp_t,
         batch.completions.logprobs,
         batch.adv_t,
         clip_low=config.clip_low,
         clip_high=config.clip_high,
     )
-    loss_t += config.kl_coef * kl_estimate(scores.logp_t, batch.ref_logp_t, config.kl_estimator)
-    loss_t -= config.entropy_coef * scores.entropy_t
+    loss_t += config.kl_coef * kl_estimate(logp_t, ref_logp_t, config.kl_estimator)
+    loss_t -= config.entropy_coef * entropy_t
     means, maxima = update_diagnostics(
         scores, batch, clip_low=config.clip_low, clip_high=config.clip_high
     )

@@ -1,7 +1,7 @@
 """Diagnostics and regularisers that stand beside the surrogate."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from jaxrl_llm.logprobs import kl_estimate
 from jaxrl_llm.masking import masked_max, masked_sum
@@ -21,7 +21,7 @@ def update_diagnostics(
     mask, adv_t = batch.completions.loss_mask, batch.adv_t
     gap_t = logp_t - batch.completions.logprobs
     ratio_t = jnp.exp(gap_t)
-    of_tokens: dict[str, Bool[Array, "B G T"] | Float[Array, "B G T"]] = {
+    of_tokens = {
         "policy/entropy": entropy_t,
         "policy/kl_k1": kl_estimate(logp_t, batch.ref_logp_t, "k1"),
         "policy/kl_k3": kl_estimate(logp_t, batch.ref_logp_t, "k3"),
