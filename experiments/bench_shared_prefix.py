@@ -114,8 +114,10 @@ def main(config: Config) -> dict:
     result = {name: statistics.median(times[1:]) for name, times in timed.items()}
     result["ratio"] = result["repeated"] / result["shared"]
     parameters = sum(x.size for x in jax.tree.leaves(params))
-    print(f"{parameters:,} parameters, {b} prompts × {g} completions, "
-          f"{p} + {config.completion_tokens} tokens")
+    print(
+        f"{parameters:,} parameters, {b} prompts × {g} completions, "
+        f"{p} + {config.completion_tokens} tokens"
+    )
     print(f"shared prefix    {result['shared']:.3f} s/step")
     print(f"repeated prompts {result['repeated']:.3f} s/step")
     print(f"ratio            {result['ratio']:.2f}")

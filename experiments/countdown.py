@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-
 from jaxrl_llm.envs.countdown import (
     HELD_OUT,
     Countdown,
@@ -71,7 +70,7 @@ class WarmStartConfig:
     """The policy."""
     sft: SFTConfig = SFTConfig()
     """Supervised fine-tuning on solver-made solutions."""
-    max_tokens: int = 12
+    max_tokens: int = 8
     """Longest completion, in tokens."""
     seed: int = 0
     """Seed of initial weights, problems and order."""
@@ -89,7 +88,7 @@ class CountdownConfig:
     """The warm start; made once, then found again by its settings."""
     sft_seed: int = 0
     """Seed of the warm start, apart from the run's, so that seeds share it."""
-    sampling: SamplingConfig = SamplingConfig(max_tokens=12, block=4)
+    sampling: SamplingConfig = SamplingConfig(max_tokens=8, block=4)
     """How completions are drawn in training."""
     train: TrainConfig = TrainConfig()
     """Sizes and order of the updates."""
@@ -205,14 +204,18 @@ def train_warm_start(config: WarmStartConfig, run: RunConfig) -> tuple[RunResult
     init_key, state_key = jax.random.split(jax.random.key(config.seed))
     optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
     state = init_state(setting.model.init(init_key), optimizer, state_key)
-    with RunFolder.open(run.root / "sft_countdown" / digest, settings) as folder:
-        prompts, tokens, mask = sft_examples(
+
+    def make_step():
+        examples = sft_examples(
             setting.env, setting.env_params, config.sft.examples, config.seed, config.max_tokens
         )
+        return make_sft_step(setting.model, Examples(*examples), optimizer, config.sft)
+
+    with RunFolder.open(run.root / "sft_countdown" / digest, settings) as folder:
         result = train(
             folder,
             state,
-            make_sft_step(setting.model, Examples(prompts, tokens, mask), optimizer, config.sft),
+            make_step,
             run=dataclasses.replace(run, checkpoint_every=100),
             total=config.sft.steps,
             per_call=config.sft.steps_per_call,
@@ -254,7 +257,7 @@ def run_countdown(experiment: str, config: CountdownConfig, algorithm: Algorithm
                 jax.random.key(config.run.seed),
                 needs_reference=algorithm.needs_reference,
             ),
-            make_iteration(
+            lambda: make_iteration(
                 rollout,
                 setting.model,
                 algorithm,
@@ -288,9 +291,7 @@ def report(experiment: str, folder: RunFolder, result: RunResult, seconds: float
     measured = [row for row in result.history if "eval/greedy" in row]
     before, after = measured[0], measured[-1]
     names = [
-        name
-        for name in before
-        if name.startswith("eval/") and not name.endswith(("_low", "_high"))
+        name for name in before if name.startswith("eval/") and not name.endswith(("_low", "_high"))
     ]
 
     def cell(row: dict[str, Any], name: str) -> str:
@@ -324,6 +325,6 @@ def report(experiment: str, folder: RunFolder, result: RunResult, seconds: float
         | provenance(),
     )
     print(f"{folder.path}: summary.json, plots/, metrics.jsonl, samples.jsonl, checkpoints/")
-    print(f"wall time {seconds:.0f} s, of which compiling the iteration {result.compile_seconds:.0f} s")
-
-
+    print(
+        f"wall time {seconds:.0f} s, of which compiling the iteration {result.compile_seconds:.0f} s"
+    )

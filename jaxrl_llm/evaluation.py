@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float
 from scipy import special, stats
 
 from jaxrl_llm.rollout import Rollout, RolloutFn

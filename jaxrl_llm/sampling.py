@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl_llm.logprobs import select
 from jaxrl_llm.models.cache import empty_caches, grow
-from jaxrl_llm.models.transformer import Context, LanguageModel, Params, completion_positions
+from jaxrl_llm.models.transformer import Context, LanguageModel, Params
 from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
 
 MAX_WINDOWS = 8  # distinct cache sizes, each of which is compiled once
@@ -96,7 +96,10 @@ def inverse_cdf_sample(
 
 
 def draw(
-    logits: Float[Array, "B G V"], row_keys: Key[Array, "B G"], t: int | Array, config: SamplingConfig
+    logits: Float[Array, "B G V"],
+    row_keys: Key[Array, "B G"],
+    t: int | Array,
+    config: SamplingConfig,
 ) -> tuple[Int[Array, "B G"], Float[Array, "B G"]]:
     """One token per row, and its log-probability under softmax(logits / temperature).
 
@@ -185,12 +188,14 @@ def sample(
 
     layers = model.unstack(params)
     prefixes = [jax.tree.map(lambda x: x[i], stacked_prefix) for i in range(len(layers))]
-    start = completion_positions(prompts, 1, g)
+    rotations = model.completion_rotation(prompts, t_max)
 
     def step(window: int, loop: Loop) -> Loop:
         slot = loop.t - 1
         context = Context(
-            positions=start + slot,
+            rotation=jax.tree.map(
+                lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=2), rotations
+            ),
             own_mask=(jnp.arange(window) <= slot)[None, None, None],
             prefix_mask=prompts.mask,
             write_at=slot,

@@ -68,7 +68,7 @@ def sft_loss(params: Params, model: LanguageModel, examples: Examples) -> LossOu
     completions = Completions(tokens, mask, mask, jnp.zeros(tokens.shape))
     logp_t, entropy_t = score(params, model, examples.prompts, completions)
     means = {"sft/entropy": masked_sum(entropy_t, mask)}
-    return LossOutput(aggregate(-logp_t, mask, "token"), means, {})
+    return LossOutput(aggregate(-logp_t, mask, "token"), means, {}, {})
 
 
 def make_sft_step(

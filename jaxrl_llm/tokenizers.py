@@ -1,5 +1,6 @@
 """Tokenizers, and the table that lets a compiled reward read what a model wrote."""
 
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -39,31 +40,40 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One token per character of a fixed ASCII alphabet.
+    """One token per character of a fixed ASCII alphabet, and per word of a list.
 
-    Ids 0, 1 and 2 are padding, begin and end; characters follow in the order of `alphabet`.
+    Ids 0, 1 and 2 are padding, begin and end; characters follow in the order of `alphabet`, then
+    words. Encoding takes the longest word or character that fits, from the left.
 
-    >>> tokenizer = CharTokenizer("0123456789+-*/()")
-    >>> tokenizer.decode(tokenizer.encode("(1+2)*3"))
-    '(1+2)*3'
+    >>> tokenizer = CharTokenizer("0123456789+-*/()", words=["12"])
+    >>> len(tokenizer.encode("(12+2)*3"))
+    7
+    >>> tokenizer.decode(tokenizer.encode("(12+2)*3"))
+    '(12+2)*3'
 
     Raises:
-        ConfigError: the alphabet repeats a character or leaves ASCII.
+        ConfigError: the alphabet repeats a character or leaves ASCII, or a word repeats or cannot
+            be written with the alphabet.
     """
 
     pad_id, bos_id, end_id = 0, 1, 2
     eos_ids: tuple[int, ...] = (2,)
     _n_special = 3
 
-    def __init__(self, alphabet: str):
+    def __init__(self, alphabet: str, words: Sequence[str] = ()):
         if len(set(alphabet)) != len(alphabet) or not alphabet.isascii():
             raise ConfigError(f"alphabet must be distinct ASCII characters, got {alphabet!r}")
         self.alphabet = alphabet
-        self._ids = {char: i + self._n_special for i, char in enumerate(alphabet)}
+        self.symbols = [*alphabet, *words]
+        if len(set(self.symbols)) != len(self.symbols) or set("".join(words)) - set(alphabet):
+            raise ConfigError(f"words must be distinct and in {alphabet!r}, got {list(words)}")
+        self._ids = {symbol: i + self._n_special for i, symbol in enumerate(self.symbols)}
+        longest_first = sorted(self.symbols, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     @property
     def vocab_size(self) -> int:
-        return self._n_special + len(self.alphabet)
+        return self._n_special + len(self.symbols)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without begin or end.
@@ -71,24 +81,31 @@ class CharTokenizer:
         Raises:
             ConfigError: a character is not in the alphabet.
         """
-        unknown = sorted(set(text) - set(self._ids))
+        unknown = sorted(set(text) - set(self.alphabet))
         if unknown:
             raise ConfigError(f"cannot encode {unknown}: the alphabet is {self.alphabet!r}")
-        return [self._ids[char] for char in text]
+        return [self._ids[symbol] for symbol in self._pattern.findall(text)]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens stand for nothing."""
-        return "".join(self.alphabet[i - self._n_special] for i in ids if i >= self._n_special)
+        return "".join(self.symbols[i - self._n_special] for i in ids if i >= self._n_special)
 
     @cached_property
     def token_bytes(self) -> TokenBytes:
-        table = np.frombuffer(b"\0" * self._n_special + self.alphabet.encode(), np.uint8)
-        return TokenBytes(table[:, None].copy(), (table > 0).astype(np.int32))
+        symbols = [b""] * self._n_special + [symbol.encode() for symbol in self.symbols]
+        length = np.array([len(symbol) for symbol in symbols], np.int32)
+        padded = [symbol.ljust(length.max(), b"\0") for symbol in symbols]
+        table = np.frombuffer(b"".join(padded), np.uint8).reshape(len(symbols), -1)
+        return TokenBytes(table.copy(), length)
 
 
 def arithmetic_tokenizer() -> CharTokenizer:
-    """The tokenizer of the built-in small models: digits, operators and a few separators."""
-    return CharTokenizer("0123456789+-*/()=, ")
+    """The tokenizer of the built-in small models.
+
+    Digits, operators, a few separators, and one token for each number of two digits and for 100:
+    a model with a few hundred thousand weights then sees numbers instead of spelling them.
+    """
+    return CharTokenizer("0123456789+-*/()=, ", [str(n) for n in range(10, 101)])
 
 
 def tokens_to_bytes(

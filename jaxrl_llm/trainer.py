@@ -1,5 +1,6 @@
 """The host's side of a run: call the compiled iteration, log, evaluate, save, resume."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ class RunResult(NamedTuple):
 def train(
     folder: RunFolder,
     state: TrainState,
-    iteration: Callable[[TrainState], tuple[TrainState, Metrics]],
+    make_step: Callable[[], Callable[[TrainState], tuple[TrainState, Metrics]]],
     *,
     run: RunConfig,
     total: int,
@@ -75,7 +76,7 @@ def train(
     tokens_metric: str = "rollout/tokens",
     shown: Sequence[str] = ("reward/mean", "eval/sampled"),
 ) -> RunResult:
-    """Run `iteration` until `total`, from the folder's newest checkpoint if it has one.
+    """Run the step that `make_step` returns until `total`, from the folder's newest checkpoint if it has one.
 
     Metrics of iteration i are row i + 1 (after i + 1 iterations); evaluations join the row they
     were made at, the first one row 0. Checkpoints are written after the rows they belong to, so a
@@ -84,7 +85,7 @@ def train(
     Args:
         folder: the run's folder.
         state: the state to begin with; it is donated.
-        iteration: pure step function.
+        make_step: returns the pure step function; called only if there is anything left to do.
         run: cadence of checkpoints.
         total: iterations of the whole run.
         per_call: iterations in one compiled call.
@@ -95,11 +96,12 @@ def train(
         shown: metrics on the progress bar.
     """
     timer = Timer()
+    step = functools.cache(make_step)
     calls: dict[int, Any] = {}
 
     def compiled(length: int, state: TrainState):
         if length not in calls:
-            program = jax.jit(scan_iterations(iteration, length), donate_argnums=0)
+            program = jax.jit(scan_iterations(step(), length), donate_argnums=0)
             with timer("compile"):
                 calls[length] = program.lower(state).compile()
         return calls[length]

@@ -115,15 +115,17 @@ def accumulate_gradient(
 
         grads, outs = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), parts)
         sums = jax.tree.map(lambda x: x.sum(0), (outs.loss, outs.means))
-        out = LossOutput(*sums, jax.tree.map(lambda x: x.max(0), outs.maxima))
+        maxima = jax.tree.map(lambda x: x.max(0), outs.maxima)
+        out = LossOutput(*sums, maxima, jax.tree.map(lambda x: x.min(0), outs.minima))
     loss = out.loss.psum(axis_name)
     scale = 1.0 / jnp.where(loss.weight > 0, loss.weight, 1.0)
-    maxima = out.maxima
+    maxima, minima = out.maxima, out.minima
     if axis_name is not None:
-        grads, maxima = jax.lax.psum(grads, axis_name), jax.lax.pmax(maxima, axis_name)
+        grads = jax.lax.psum(grads, axis_name)
+        maxima, minima = jax.lax.pmax(maxima, axis_name), jax.lax.pmin(minima, axis_name)
     grads = jax.tree.map(lambda g: g * scale, grads)
     metrics = {name: value.mean(axis_name) for name, value in out.means.items()}
-    return grads, metrics | maxima | {"loss": loss.mean()}
+    return grads, metrics | maxima | minima | {"loss": loss.mean()}
 
 
 def split_leading(tree: Any, n: int) -> Any:
@@ -144,7 +146,7 @@ def make_update_step(
         grads, metrics = accumulate_gradient(
             objective, params, batch, microbatches=microbatches, axis_name=axis_name
         )
-        metrics["optimizer/gradient_norm"] = optax.global_norm(grads)
+        metrics["optimizer/gradient_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, metrics
 
@@ -215,9 +217,7 @@ def score(
     """Log-probability and entropy of every completion token, at the sampler's temperature."""
     hidden = model.completion_hidden(params, prompts, completions)
     return Scores(
-        *token_logprobs(
-            hidden, model.head(params), completions.tokens, temperature=temperature
-        )
+        *token_logprobs(hidden, model.head(params), completions.tokens, temperature=temperature)
     )
 
 
@@ -255,9 +255,7 @@ def make_iteration(
     """
 
     def objective(params: Params, batch: Batch) -> LossOutput:
-        scores = score(
-            params, model, batch.prompts, batch.completions, temperature=temperature
-        )
+        scores = score(params, model, batch.prompts, batch.completions, temperature=temperature)
         return algorithm.loss(scores, batch)
 
     update = make_update_step(
@@ -288,9 +286,7 @@ def make_iteration(
         )
         metrics = over_updates(metrics) | rollout_metrics(rolled)
         metrics["optimizer/skipped_updates"] = skipped_updates(opt_state)
-        state = state.replace(
-            params=params, opt_state=opt_state, iteration=state.iteration + 1
-        )
+        state = state.replace(params=params, opt_state=opt_state, iteration=state.iteration + 1)
         return state, metrics
 
     return iteration

@@ -1,10 +1,10 @@
 """The data that flows through the library, and the letters that name its axes.
 
-    B  prompts            G  completions per prompt    P  prompt length (left-padded)
-    T  completion length  V  vocabulary                L  layers
-    H  query heads        K  key/value heads           E  head width
-    D  model width        S  positions fed at once     U  positions held in a key/value cache
-    R  query heads per key/value head (H / K)
+B  prompts            G  completions per prompt    P  prompt length (left-padded)
+T  completion length  V  vocabulary                L  layers
+H  query heads        K  key/value heads           E  head width
+D  model width        S  positions fed at once     U  positions held in a key/value cache
+R  query heads per key/value head (H / K)
 """
 
 from collections.abc import Callable
@@ -97,6 +97,7 @@ class LossOutput(NamedTuple):
     loss: WeightedSum
     means: dict[str, WeightedSum]
     maxima: dict[str, Float[Array, ""]]
+    minima: dict[str, Float[Array, ""]]
 
 
 class Algorithm(NamedTuple):

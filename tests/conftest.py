@@ -2,7 +2,8 @@
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+# Tests compile much and compute little: LLVM need not optimise.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import jax

@@ -18,4 +18,6 @@ def test_nothing_selected_has_mean_zero():
 
 
 def test_the_largest_selected_value_is_found():
-    assert masked_max(jnp.array([5.0, 2.0, 3.0]), jnp.array([False, True, True])) == pytest.approx(3)
+    assert masked_max(jnp.array([5.0, 2.0, 3.0]), jnp.array([False, True, True])) == pytest.approx(
+        3
+    )

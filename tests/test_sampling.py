@@ -21,6 +21,7 @@ from jaxrl_llm.training import score
 from jaxrl_llm.types import ConfigError, Prompts
 
 END, PAD = 2, 0
+T = 9
 
 
 def keys_of(b, g, seed=0):
@@ -28,16 +29,14 @@ def keys_of(b, g, seed=0):
 
 
 def draw_completions(model, params, prompts, keys, eos_ids=(END,), pad_id=PAD, **settings):
-    config = SamplingConfig(**{"max_tokens": 21, "block": 4, **settings})
+    config = SamplingConfig(**{"max_tokens": T, "block": 4, **settings})
     run = jax.jit(
-        lambda params: sample(
-            params, model, prompts, keys, config, eos_ids=eos_ids, pad_id=pad_id
-        )
+        lambda params: sample(params, model, prompts, keys, config, eos_ids=eos_ids, pad_id=pad_id)
     )
     return run(params)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 9, 21])
+@pytest.mark.parametrize("max_tokens", [1, 2, T])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_logprobs_are_the_scorers(model, params, prompts, max_tokens, temperature):
     completions = draw_completions(
@@ -53,10 +52,10 @@ def test_rows_end_with_their_first_end_token_and_masks_say_so(model, params, pro
     completions = draw_completions(model, params, prompts, keys_of(5, 40))
     tokens, mask = np.asarray(completions.tokens), np.asarray(completions.loss_mask)
     seen = set()
-    for row, selected in zip(tokens.reshape(-1, 21), mask.reshape(-1, 21), strict=True):
+    for row, selected in zip(tokens.reshape(-1, T), mask.reshape(-1, T), strict=True):
         ends = np.flatnonzero(row == END)
-        length = ends[0] + 1 if len(ends) else 21  # the end token belongs to the loss
-        assert selected.tolist() == [i < length for i in range(21)]
+        length = ends[0] + 1 if len(ends) else T  # the end token belongs to the loss
+        assert selected.tolist() == [i < length for i in range(T)]
         assert (row[length:] == PAD).all()
         seen |= {"first" if length == 1 else "ended" if len(ends) else "cut"}
     assert seen == {"first", "ended", "cut"}
@@ -78,7 +77,7 @@ def test_any_of_several_end_ids_ends_a_row(model, params, prompts):
     last = completions.loss_mask.sum(-1) - 1
     ends = jnp.take_along_axis(completions.tokens, last[..., None], -1)
     assert {END, 7} <= set(np.asarray(ends).ravel().tolist())
-    inner = jnp.arange(21).reshape(1, 1, -1) < last[..., None]
+    inner = jnp.arange(T).reshape(1, 1, -1) < last[..., None]
     assert not (jnp.isin(completions.tokens, jnp.array([END, 7])) & inner).any()
 
 
@@ -86,7 +85,7 @@ def test_without_end_ids_every_row_has_full_length(model, params, prompts):
     assert draw_completions(model, params, prompts, keys_of(5, 2), eos_ids=()).loss_mask.all()
 
 
-@pytest.mark.parametrize("block", [1, 3, 8, 64])
+@pytest.mark.parametrize("block", [1, 3, 64])
 def test_tokens_do_not_depend_on_how_the_loop_is_cut(model, params, prompts, block):
     keys = keys_of(5, 6)
     reference = draw_completions(model, params, prompts, keys)
@@ -98,9 +97,7 @@ def test_tokens_do_not_depend_on_how_the_loop_is_cut(model, params, prompts, blo
 def test_a_row_does_not_depend_on_the_rows_beside_it(model, params, prompts):
     keys = keys_of(5, 6)
     together = draw_completions(model, params, prompts, keys)
-    alone = draw_completions(
-        model, params, jax.tree.map(lambda x: x[3:4], prompts), keys[3:4, 2:3]
-    )
+    alone = draw_completions(model, params, jax.tree.map(lambda x: x[3:4], prompts), keys[3:4, 2:3])
     np.testing.assert_array_equal(alone.tokens[0, 0], together.tokens[3, 2])
     shuffled = draw_completions(
         model, params, jax.tree.map(lambda x: x[::-1], prompts), keys[::-1, ::-1]
@@ -121,9 +118,7 @@ def test_greedy_takes_the_most_likely_token_everywhere(model, params, prompts):
     completions = draw_completions(model, params, prompts, keys_of(5, 1), greedy=True)
     hidden = model.completion_hidden(params, prompts, completions)
     best = (hidden @ model.head(params)).argmax(-1)
-    np.testing.assert_array_equal(
-        jnp.where(completions.loss_mask, best, PAD), completions.tokens
-    )
+    np.testing.assert_array_equal(jnp.where(completions.loss_mask, best, PAD), completions.tokens)
 
 
 def test_a_hundred_thousand_draws_in_bfloat16_follow_the_float32_softmax():

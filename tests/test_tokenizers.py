@@ -56,7 +56,7 @@ def test_rows_of_a_batch_are_read_alone():
 
 def test_decoding_undoes_encoding():
     tokenizer = arithmetic_tokenizer()
-    text = tokenizer.alphabet + "(1+2)*3, 4=5"
+    text = tokenizer.alphabet + "(1+2)*3, 4=5,100"
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert min(ids) == 3 and max(ids) == tokenizer.vocab_size - 1
@@ -75,8 +75,8 @@ def test_compiled_reading_agrees_with_decoding():
     tokenizer = arithmetic_tokenizer()
     ids = np.random.default_rng(0).integers(tokenizer.vocab_size, size=50)
     text = tokenizer.decode(ids.tolist()).encode()
-    expected = (text.ljust(60, b"\0"), len(text))
-    assert read(ids, max_bytes=60, token_bytes=tokenizer.token_bytes) == expected
+    expected = (text.ljust(120, b"\0"), len(text))
+    assert read(ids, max_bytes=120, token_bytes=tokenizer.token_bytes) == expected
 
 
 @pytest.mark.parametrize("alphabet", ["aba", "é", "12٣"])
@@ -88,3 +88,19 @@ def test_an_alphabet_that_repeats_or_leaves_ascii_is_refused(alphabet):
 def test_a_character_outside_the_alphabet_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"cannot encode \['a', 'z'\].*'xy'"):
         CharTokenizer("xy").encode("xazya")
+
+
+def test_words_are_taken_before_characters_and_read_back_alike():
+    tokenizer = CharTokenizer("0123456789+", ["12", "100"])
+    ids = tokenizer.encode("12+1003+21")
+    assert [tokenizer.decode([i]) for i in ids] == ["12", "+", "100", "3", "+", "2", "1"]
+    text, length = tokens_to_bytes(
+        jnp.array(ids), jnp.ones(len(ids), bool), tokenizer.token_bytes, 16
+    )
+    assert bytes(np.asarray(text[:length])) == b"12+1003+21"
+
+
+@pytest.mark.parametrize("words", [["12", "12"], ["1"], ["1x"]])
+def test_words_that_repeat_or_leave_the_alphabet_are_refused(words):
+    with pytest.raises(ConfigError, match="words"):
+        CharTokenizer("0123456789", words)

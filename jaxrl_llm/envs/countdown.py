@@ -23,7 +23,6 @@ from jaxrl_llm.types import ConfigError, Prompts
 
 MIN_COUNT, MAX_COUNT = 3, 6  # numbers of a problem
 MAX_NUMBER, MAX_TARGET = 100, 999
-_DIGITS = 3  # of the largest number and of the largest target
 _LISTED_COUNT = 4  # numbers up to which `sft_examples` chooses among all solutions
 TRAIN, HELD_OUT, BOTH = 0, 1, -1
 
@@ -114,7 +113,7 @@ class Countdown(environment.Environment):
     (see `draw_problem`), each 0 or 1. Special tokens within an answer stand for no text.
 
     Args:
-        tokenizer: must encode each digit and the comma as one token.
+        tokenizer: must encode the comma as one token, and a number alike wherever it stands.
         max_numbers: M, the most numbers of a problem, 3 to 6. Up to 5, problems are drawn by
             exhaustive search in integer steps; for 6 see `is_reachable`.
         max_completion: T, in tokens, end token included.
@@ -144,7 +143,8 @@ class Countdown(environment.Environment):
         self.max_completion = max_completion
         self.prompt_format = prompt_format
         self._pieces = [(tokenizer.encode(text), field) for text, field in _parse(prompt_format)]
-        self._digit_ids = np.array([_single_token(tokenizer, digit) for digit in "0123456789"])
+        self._number_ids = _encode_integers(tokenizer, MAX_NUMBER)
+        self._target_ids = _encode_integers(tokenizer, MAX_TARGET)
         self._comma_id = _single_token(tokenizer, ",")
         self._end_ids = np.array(tokenizer.eos_ids)
         self._token_bytes = tokenizer.token_bytes
@@ -163,7 +163,8 @@ class Countdown(environment.Environment):
     def prompt_length(self) -> int:
         """P: the longest prompt of any problem with M numbers, in tokens."""
         literals = sum(len(ids) for ids, _ in self._pieces)
-        return literals + self.max_numbers * (_DIGITS + 1) - 1 + _DIGITS
+        number, target = self._number_ids.mask.shape[1], self._target_ids.mask.shape[1]
+        return literals + self.max_numbers * (number + 1) - 1 + target
 
     def prompt_text(self, numbers: Sequence[int], target: int) -> str:
         """The prompt that asks for `target` from `numbers`."""
@@ -225,7 +226,7 @@ class Countdown(environment.Environment):
         """The left-padded prompt, written from integers inside a compiled program."""
         fields = {
             "numbers": self._render_numbers(numbers),
-            "target": self._render_integers(target),
+            "target": jax.tree.map(lambda x: jnp.asarray(x)[target], self._target_ids),
         }
         pieces = []
         for ids, field in self._pieces:
@@ -240,20 +241,13 @@ class Countdown(environment.Environment):
         )
 
     def _render_numbers(self, numbers: Int[Array, "M"]) -> Prompts:
-        digits, mask = self._render_integers(numbers)
+        ids, mask = jax.tree.map(lambda x: jnp.asarray(x)[numbers], self._number_ids)
         commas = jnp.full((self.max_numbers, 1), self._comma_id)
         has_comma = (numbers > 0) & (jnp.arange(self.max_numbers) > 0)
-        tokens = jnp.concatenate([commas, digits], axis=1)
+        tokens = jnp.concatenate([commas, ids], axis=1)
         return Prompts(
             tokens.reshape(-1), jnp.concatenate([has_comma[:, None], mask], axis=1).reshape(-1)
         )
-
-    def _render_integers(self, integers: Int[Array, "*M"]) -> Prompts:
-        """Decimal digits, without leading zeros; a zero is an empty slot and leaves nothing."""
-        powers = [10**power for power in reversed(range(_DIGITS))]
-        digits = jnp.stack([integers // power % 10 for power in powers], axis=-1)
-        mask = jnp.stack([integers >= power for power in powers], axis=-1)
-        return Prompts(jnp.array(self._digit_ids, jnp.int32)[digits], mask)
 
 
 def check_params(params: EnvParams, env: Countdown) -> None:
@@ -498,6 +492,16 @@ def _parse(prompt_format: str) -> list[tuple[str, str | None]]:
             f"prompt_format={prompt_format!r}: expected {{numbers}} and {{target}}, once each"
         )
     return pieces
+
+
+def _encode_integers(tokenizer: Tokenizer, largest: int) -> Prompts:
+    """The tokens of every integer up to `largest`; 0 is an empty slot and leaves nothing."""
+    encoded = [[], *(tokenizer.encode(str(n)) for n in range(1, largest + 1))]
+    lengths = np.array([len(ids) for ids in encoded])
+    mask = np.arange(lengths.max())[None, :] < lengths[:, None]
+    tokens = np.zeros(mask.shape, np.int32)
+    tokens[mask] = np.concatenate(encoded)
+    return Prompts(tokens, mask)
 
 
 def _single_token(tokenizer: Tokenizer, character: str) -> int:

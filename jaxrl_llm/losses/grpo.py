@@ -84,10 +84,10 @@ def grpo_loss(scores: Scores, batch: Batch, config: GRPOConfig) -> LossOutput:
     )
     loss_t += config.kl_coef * kl_estimate(logp_t, ref_logp_t, config.kl_estimator)
     loss_t -= config.entropy_coef * entropy_t
-    means, maxima = update_diagnostics(
+    diagnostics = update_diagnostics(
         scores, batch, clip_low=config.clip_low, clip_high=config.clip_high
     )
-    return LossOutput(aggregate(loss_t, mask, config.aggregation), means, maxima)
+    return LossOutput(aggregate(loss_t, mask, config.aggregation), *diagnostics)
 
 
 def grpo(config: GRPOConfig) -> Algorithm:

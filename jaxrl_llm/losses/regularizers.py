@@ -10,12 +10,12 @@ from jaxrl_llm.types import Batch, Scores, WeightedSum
 
 def update_diagnostics(
     scores: Scores, batch: Batch, *, clip_low: float, clip_high: float
-) -> tuple[dict[str, WeightedSum], dict[str, Float[Array, ""]]]:
+) -> tuple[dict[str, WeightedSum], dict[str, Float[Array, ""]], dict[str, Float[Array, ""]]]:
     """How far the policy has moved from the one that sampled, and from the reference.
 
     Returns:
         Token averages (entropy, k1 and k3 to the reference, ratio, fraction of tokens whose
-        surrogate is cut at the lower and at the upper bound, |Δ log-prob|), and maxima.
+        surrogate is cut at the lower and at the upper bound), maxima and minima.
     """
     logp_t, entropy_t = scores
     mask, adv_t = batch.completions.loss_mask, batch.adv_t
@@ -32,7 +32,7 @@ def update_diagnostics(
     means = {name: masked_sum(x.astype(jnp.float32), mask) for name, x in of_tokens.items()}
     maxima = {
         "policy/ratio_max": masked_max(ratio_t, mask),
-        "policy/ratio_min": -masked_max(-ratio_t, mask),
         "policy/logprob_gap": masked_max(jnp.abs(gap_t), mask),
     }
-    return means, maxima
+    minima = {"policy/ratio_min": -masked_max(-ratio_t, mask)}
+    return means, maxima, minima

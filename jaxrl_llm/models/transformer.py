@@ -7,7 +7,7 @@ grouped-query attention and SwiGLU, with the options that Llama, Qwen2 and Qwen3
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -129,20 +129,35 @@ def attend(
     return (numerator / denominator).astype(queries.dtype)
 
 
-def rotate(
-    x: Float[Array, "B G S N E"], positions: Int[Array, "B G S"], theta: float
-) -> Float[Array, "B G S N E"]:
-    """Rotary position embedding, in the half-split layout of Llama's published weights.
+class Rotation(NamedTuple):
+    """cos and sin of the rotary angles, for each position and each pair of a head."""
+
+    cos: Float[Array, "B G S 1 E/2"]
+    sin: Float[Array, "B G S 1 E/2"]
+
+
+def rotation(positions: Int[Array, "B G S"], config: ModelConfig) -> Rotation:
+    """Angles mθᵢ with θᵢ = base^(−2i/E), for positions m.
+
+    They are the same for all heads and layers, and kept from being fused into each: computing them
+    again for every element that they rotate costs more than the attention.
 
     References:
-        Su et al. 2021, eq. 34, https://arxiv.org/abs/2104.09864
+        Su et al. 2021, eq. 15, https://arxiv.org/abs/2104.09864
     """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    half = config.head_size // 2
+    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, 1, half)
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    cos_sin = jnp.cos(angles).astype(config.dtype), jnp.sin(angles).astype(config.dtype)
+    return Rotation(*jax.lax.optimization_barrier(cos_sin))
+
+
+def rotate(x: Float[Array, "B G S N E"], by: Rotation) -> Float[Array, "B G S N E"]:
+    """Rotate the pairs (xᵢ, x_{i+E/2}), the layout of Llama's published weights."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate(
+        [first * by.cos - second * by.sin, second * by.cos + first * by.sin], axis=-1
+    )
 
 
 class RMSNorm(nn.Module):
@@ -193,7 +208,7 @@ class Block(nn.Module):
         out_scale = 0.02 / (2 * config.layers) ** 0.5
 
         normed = RMSNorm(config.norm_eps, name="attention_norm")(x)
-        queries, own = self.project(normed, context.positions)
+        queries, own = self.project(normed, context.rotation)
         if cache is not None:
             own = jax.tree.map(
                 lambda old, new: jax.lax.dynamic_update_slice_in_dim(
@@ -213,7 +228,7 @@ class Block(nn.Module):
         x += Linear(config.width, init_scale=out_scale, name="down")(nn.silu(gate) * up)
         return x, own
 
-    def project(self, x, positions):
+    def project(self, x, by):
         """Rotated queries `[B,K,R,G,S,E]` and own keys and values `[B,K,G,S,E]`."""
         config = self.config
         b, g, s, _ = x.shape
@@ -226,8 +241,7 @@ class Block(nn.Module):
         if config.qk_norm:
             queries = RMSNorm(config.norm_eps, name="query_norm")(queries)
             keys = RMSNorm(config.norm_eps, name="key_norm")(keys)
-        queries = rotate(queries, positions, config.rope_theta)
-        keys = rotate(keys, positions, config.rope_theta)
+        queries, keys = rotate(queries, by), rotate(keys, by)
         values = heads("value", config.n_kv_heads)
         queries = queries.reshape(b, g, s, config.n_kv_heads, -1, config.head_size)
         return queries.transpose(0, 3, 4, 1, 2, 5), KeyValues(
@@ -240,7 +254,7 @@ class Block(nn.Module):
 class Context:
     """What every layer is told about the positions at hand."""
 
-    positions: Int[Array, "B G S"]
+    rotation: Rotation
     own_mask: Bool[Array, "B G S U"]
     prefix_mask: Bool[Array, "B P"] | None = None
     write_at: Int[Array, ""] | None = None
@@ -298,16 +312,16 @@ class LanguageModel:
     def init(self, key: Array) -> Params:
         """Fresh float32 parameters: normal(0.02), residual outputs scaled by 1/√(2L)."""
         prompt = Prompts(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1), bool))
-        return self.module.init(key, prompt.tokens[:, None], None, prompt_context(prompt))["params"]
+        return self.module.init(key, prompt.tokens[:, None], None, self.prompt_context(prompt))[
+            "params"
+        ]
 
     def head(self, params: Params) -> Float[Array, "D V"]:
         """The output projection in the compute type."""
         tied = self.config.tie_embeddings
         return (params["embedding"].T if tied else params["head"]).astype(self.config.dtype)
 
-    def prefill(
-        self, params: Params, prompts: Prompts
-    ) -> tuple[Float[Array, "B D"], KeyValues]:
+    def prefill(self, params: Params, prompts: Prompts) -> tuple[Float[Array, "B D"], KeyValues]:
         """Run every prompt once.
 
         Returns:
@@ -315,7 +329,7 @@ class LanguageModel:
             all layers `[L, B, K, P, E]`.
         """
         hidden, own = self.module.apply(
-            {"params": params}, prompts.tokens[:, None], None, prompt_context(prompts)
+            {"params": params}, prompts.tokens[:, None], None, self.prompt_context(prompts)
         )
         return hidden[:, 0, -1], jax.tree.map(lambda x: x[:, :, :, 0], own)
 
@@ -331,7 +345,7 @@ class LanguageModel:
         fed = jax.tree.map(lambda x: x[..., :-1], completions)
         causal = jnp.tril(jnp.ones((t - 1, t - 1), bool))[None, None]
         context = Context(
-            positions=completion_positions(prompts, t - 1, g),
+            rotation=self.completion_rotation(prompts, t - 1),
             own_mask=causal & fed.attention_mask[:, :, None],
             prefix_mask=prompts.mask,
         )
@@ -364,16 +378,16 @@ class LanguageModel:
         final_norm = RMSNorm(self.config.norm_eps)
         return final_norm.apply({"params": params["final_norm"]}, x)[:, :, 0], written
 
+    def prompt_context(self, prompts: Prompts) -> Context:
+        """A prompt is a group of one that attends to itself, causally."""
+        p = prompts.tokens.shape[-1]
+        causal = jnp.tril(jnp.ones((p, p), bool))[None]
+        positions = jnp.maximum(jnp.cumsum(prompts.mask, -1) - 1, 0)
+        return Context(
+            rotation(positions[:, None], self.config), (causal & prompts.mask[:, None])[:, None]
+        )
 
-def prompt_context(prompts: Prompts) -> Context:
-    """A prompt is a group of one that attends to itself, causally."""
-    p = prompts.tokens.shape[-1]
-    causal = jnp.tril(jnp.ones((p, p), bool))[None]
-    positions = jnp.maximum(jnp.cumsum(prompts.mask, -1) - 1, 0)
-    return Context(positions[:, None], (causal & prompts.mask[:, None])[:, None])
-
-
-def completion_positions(prompts: Prompts, t: int, g: int) -> Int[Array, "B G T"]:
-    """Positions count real tokens from the start of the prompt."""
-    start = prompts.mask.sum(-1)[:, None, None]
-    return jnp.broadcast_to(start + jnp.arange(t)[None, None], (len(start), g, t))
+    def completion_rotation(self, prompts: Prompts, t: int) -> Rotation:
+        """Positions count real tokens from the start of the prompt: the same for all of a group."""
+        start = prompts.mask.sum(-1)[:, None, None]
+        return rotation(start + jnp.arange(t)[None, None], self.config)

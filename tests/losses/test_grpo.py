@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.losses.grpo import GRPOConfig, grpo_advantages, grpo_loss
-from jaxrl_llm.types import Batch, ConfigError, Prompts, Scores
+from jaxrl_llm.types import Batch, ConfigError, Scores
 
 CONFIG = GRPOConfig(clip_low=0.2, clip_high=0.3, kl_coef=0.1, entropy_coef=0.01)
 

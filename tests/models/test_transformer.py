@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, prompt_context, rotate
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, rotate, rotation
 from jaxrl_llm.training import score
 from jaxrl_llm.types import Completions, ConfigError, Prompts
 
@@ -49,7 +49,9 @@ def test_every_row_equals_the_same_text_run_without_padding_or_groups(
         n = int(completions.attention_mask[b, g].sum())
         whole = Prompts(text[None, :-1], jnp.ones((1, text.size - 1), bool))
         # One pass over the plain sequence: hidden states of a prompt are those of a text.
-        hidden, _ = model.module.apply({"params": params}, whole.tokens[:, None], None, prompt_context(whole))
+        hidden, _ = model.module.apply(
+            {"params": params}, whole.tokens[:, None], None, model.prompt_context(whole)
+        )
         logits = hidden[0, 0] @ model.head(params)
         plain = jnp.take_along_axis(jax.nn.log_softmax(logits), text[1:, None], 1)[-n:, 0]
         np.testing.assert_allclose(logp_t[b, g, :n], plain, atol=1e-5)
@@ -105,11 +107,15 @@ def test_bfloat16_is_close_to_float32_and_keeps_float32_weights(prompts, complet
 
 
 def test_rotary_scores_depend_on_relative_position_only():
+    config = ModelConfig(width=8, heads=1)
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 1, 8))
-    at = lambda x, position: rotate(x, jnp.full((1, 1, 1), position), 10_000.0)
-    near = (at(q, 3) * at(k, 1)).sum()
-    np.testing.assert_allclose(near, (at(q, 103) * at(k, 101)).sum(), rtol=1e-4)
-    assert abs(near - (at(q, 5) * at(k, 1)).sum()) > 1e-3
+
+    def score_at(q_position, k_position):
+        at = [rotation(jnp.full((1, 1, 1), p), config) for p in (q_position, k_position)]
+        return (rotate(q, at[0]) * rotate(k, at[1])).sum()
+
+    np.testing.assert_allclose(score_at(3, 1), score_at(103, 101), rtol=1e-4)
+    assert abs(score_at(3, 1) - score_at(5, 1)) > 1e-3
 
 
 def test_tied_models_have_no_output_matrix():
@@ -136,7 +142,10 @@ def test_shapes_that_cannot_work_are_refused(settings, message):
 
 def test_one_token_completions_are_scored_from_the_prompt_alone(model, params, prompts):
     one = Completions(
-        jnp.full((5, 2, 1), 4), jnp.ones((5, 2, 1), bool), jnp.ones((5, 2, 1), bool), jnp.zeros((5, 2, 1))
+        jnp.full((5, 2, 1), 4),
+        jnp.ones((5, 2, 1), bool),
+        jnp.ones((5, 2, 1), bool),
+        jnp.zeros((5, 2, 1)),
     )
     longer = jax.tree.map(lambda x: jnp.repeat(x, 3, -1), one)
     np.testing.assert_allclose(
