@@ -20,6 +20,7 @@ from jaxrl_llm.envs.countdown import (
 from jaxrl_llm.evaluation import EvalConfig, make_evaluate
 from jaxrl_llm.logging import RunFolder, provenance, read_rows, write_summary
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
+from jaxrl_llm.plots import Panel, plot_curves
 from jaxrl_llm.rollout import Rollout, make_rollout
 from jaxrl_llm.sampling import SamplingConfig
 from jaxrl_llm.sft import Examples, SFTConfig, make_sft_step
@@ -47,7 +48,7 @@ class TaskConfig:
     """Which Countdown problems, and what an answer is worth."""
 
     preset: Literal["small", "3to4", "3to6"] = "small"
-    """small: 3 numbers up to 20, targets up to 100; 3to4: like the public data set; 3to6: harder."""
+    """small: 3 numbers up to 20, targets up to 100; 3to4: as the public data set; 3to6: harder."""
     reward_missing: float = 0.0
     """Reward without an answer."""
     reward_wrong: float = 0.1
@@ -304,6 +305,7 @@ def report(experiment: str, folder: RunFolder, result: RunResult, seconds: float
             f"{100 * (after[name] - before[name]):+.1f} points"
         )
 
+    draw(experiment, folder, result.history, measured)
     write_summary(
         folder,
         {
@@ -326,5 +328,40 @@ def report(experiment: str, folder: RunFolder, result: RunResult, seconds: float
     )
     print(f"{folder.path}: summary.json, plots/, metrics.jsonl, samples.jsonl, checkpoints/")
     print(
-        f"wall time {seconds:.0f} s, of which compiling the iteration {result.compile_seconds:.0f} s"
+        f"wall time {seconds:.0f} s, compiling the iteration {result.compile_seconds:.0f} s of it"
     )
+
+
+def draw(
+    experiment: str, folder: RunFolder, rows: list[dict[str, Any]], measured: list[dict[str, Any]]
+) -> None:
+    """plots/learning.png: reward and held-out accuracy on top, what explains them below."""
+
+    def points(name: str) -> tuple[tuple[float, float, float, float], ...]:
+        keys = ("step", name, f"{name}_low", f"{name}_high")
+        return tuple(tuple(float(row[key]) for key in keys) for row in measured)
+
+    panels = [
+        Panel(metric="reward/mean", label="mean reward", smooth=10),
+        Panel(
+            metric="rollout/correct",
+            label="accuracy",
+            title="sampled accuracy",
+            smooth=10,
+            points=points("eval/sampled"),
+            points_label="held out, 95 %",
+        ),
+        Panel(
+            metric="eval/greedy",
+            label="accuracy",
+            title="greedy accuracy, held out",
+            points=points("eval/greedy"),
+            points_label="95 % interval",
+        ),
+        Panel(metric="policy/entropy", label="nats per token", smooth=10),
+        Panel(
+            metric="policy/kl_k3", label="nats per token", title="KL to the reference", smooth=10
+        ),
+        Panel(metric="reward/dead_groups", label="fraction", title="dead groups", smooth=10),
+    ]
+    plot_curves(rows, folder.plots / "learning.png", panels, title=experiment)

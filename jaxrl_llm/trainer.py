@@ -76,7 +76,7 @@ def train(
     tokens_metric: str = "rollout/tokens",
     shown: Sequence[str] = ("reward/mean", "eval/sampled"),
 ) -> RunResult:
-    """Run the step that `make_step` returns until `total`, from the folder's newest checkpoint if it has one.
+    """Run the step that `make_step` returns until `total`, from the newest checkpoint on.
 
     Metrics of iteration i are row i + 1 (after i + 1 iterations); evaluations join the row they
     were made at, the first one row 0. Checkpoints are written after the rows they belong to, so a

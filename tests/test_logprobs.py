@@ -68,7 +68,10 @@ def test_the_mean_gradients_of_the_estimators_are_those_the_docstring_states():
 
     def mean_gradient(estimator):
         p = jax.nn.softmax(theta)
-        loss = lambda x: (p * kl_estimate(jax.nn.log_softmax(x), ref_logp, estimator)).sum()
+
+        def loss(x):
+            return (p * kl_estimate(jax.nn.log_softmax(x), ref_logp, estimator)).sum()
+
         return jax.grad(loss)(theta)
 
     def reverse_kl(x):

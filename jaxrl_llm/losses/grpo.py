@@ -52,7 +52,7 @@ class GRPOConfig:
 def grpo_advantages(
     rewards: Float[Array, "B G"], completions: Completions, config: GRPOConfig
 ) -> Float[Array, "B G T"]:
-    """Every token of a completion gets its group-normalised reward, `advantages.group_normalized`."""
+    """Every token of a completion gets its reward, normalised in the group."""
     adv = group_normalized(rewards, ddof=config.advantage_ddof, eps=config.advantage_eps)
     return jnp.broadcast_to(adv[..., None], completions.tokens.shape)
 

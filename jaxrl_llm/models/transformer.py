@@ -261,7 +261,7 @@ class Context:
 
 
 class Transformer(nn.Module):
-    """Embedding, L blocks under one scan, final norm. Parameters of the blocks carry a leading L."""
+    """Embedding, L blocks under one scan, final norm; the blocks' parameters are stacked."""
 
     config: ModelConfig
     vocab_size: int
