@@ -61,6 +61,12 @@ class TaskConfig:
         return countdown_params(self.preset, **rewards, **overrides)
 
 
+# Stopped while it still learns: what is left to learn is reinforcement learning's to show.
+WARM_START = SFTConfig(
+    steps=200, optimizer=OptimizerConfig(learning_rate=2e-3, warmup=30, weight_decay=0.01)
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
     """Everything that decides the warm start, and nothing else: its hash names its folder."""
@@ -69,7 +75,7 @@ class WarmStartConfig:
     """Problems."""
     model: ModelConfig = ModelConfig()
     """The policy."""
-    sft: SFTConfig = SFTConfig()
+    sft: SFTConfig = WARM_START
     """Supervised fine-tuning on solver-made solutions."""
     max_tokens: int = 8
     """Longest completion, in tokens."""
@@ -85,15 +91,15 @@ class CountdownConfig:
     """Problems and rewards."""
     model: ModelConfig = ModelConfig()
     """The policy."""
-    sft: SFTConfig = SFTConfig()
+    sft: SFTConfig = WARM_START
     """The warm start; made once, then found again by its settings."""
     sft_seed: int = 0
     """Seed of the warm start, apart from the run's, so that seeds share it."""
     sampling: SamplingConfig = SamplingConfig(max_tokens=8, block=4)
     """How completions are drawn in training."""
-    train: TrainConfig = TrainConfig()
+    train: TrainConfig = TrainConfig(iterations=400, prompts=128, group_size=8)
     """Sizes and order of the updates."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(schedule="linear", b2=0.999)
     """Optimizer of the policy."""
     eval: EvalConfig = EvalConfig()
     """Measurement on held-out problems."""

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 
-class ConfigError(ValueError):
+class ConfigError(Exception):
     """A setting or an input that cannot work.
 
     The message is one line for the person who typed it: what is wrong, what was expected, what
