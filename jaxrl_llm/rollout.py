@@ -1,16 +1,18 @@
 """Sampler × environment: problems drawn, completions sampled and rewarded, wholly on the device."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-from gymnax.environments.environment import Environment
 from jaxtyping import Array, Float, Key
 
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.sampling import SamplingConfig, sample
 from jaxrl_llm.tokenizers import Tokenizer
 from jaxrl_llm.types import Completions, Prompts
+
+if TYPE_CHECKING:  # importing gymnax starts JAX's devices, too early for some programs
+    from gymnax.environments.environment import Environment
 
 
 class Rollout(NamedTuple):
@@ -26,7 +28,7 @@ RolloutFn = Callable[[Params, Key[Array, ""]], Rollout]
 
 
 def make_rollout(
-    env: Environment,
+    env: "Environment",
     env_params: Any,
     model: LanguageModel,
     tokenizer: Tokenizer,

@@ -47,3 +47,10 @@ def completions() -> Completions:
     tokens = jnp.where(mask, jax.random.randint(jax.random.key(3), (5, 4, 7), 0, 23), 0)
     logprobs = jnp.where(mask, -jax.random.uniform(jax.random.key(4), (5, 4, 7), maxval=4.0), 0.0)
     return Completions(tokens, mask, mask, logprobs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Each module compiles its own; kept, they add up to gigabytes."""
+    yield
+    jax.clear_caches()

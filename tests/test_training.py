@@ -238,3 +238,25 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees():
     _, state = optimizer.update({"w": jnp.array([30.0, 40.0])}, optimizer.init(params), params)
     first_moment = optax.tree.get(state, "mu")["w"]
     np.testing.assert_allclose(first_moment, 0.1 * np.array([0.6, 0.8]), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_resident_memory_is_flat_over_two_hundred_iterations(model, params, prompts):
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    algorithm = grpo(GRPOConfig())
+    config = TrainConfig(prompts=4, group_size=8, microbatches=1, iterations=250)
+    optimizer = make_optimizer(OptimizerConfig(), 250)
+    step = make_iteration(bandit(model, prompts), model, algorithm, optimizer, config)
+    call = jax.jit(step, donate_argnums=0)
+    state = init_state(
+        jax.tree.map(jnp.copy, params), optimizer, jax.random.key(0), needs_reference=True
+    )
+    sizes = []
+    for _ in range(250):
+        state, metrics = call(state)
+        jax.device_get(metrics)
+        sizes.append(resident())
+    assert sizes[-1] - sizes[50] < 2**21

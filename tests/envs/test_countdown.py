@@ -277,7 +277,10 @@ class PaddingIsAnEnd(CharTokenizer):
 
 
 def test_any_end_token_ends_the_answer_also_one_that_pads():
-    env = Countdown(PaddingIsAnEnd(TOKENIZER.alphabet), max_completion=T)
+    env = Countdown(
+        PaddingIsAnEnd(TOKENIZER.alphabet, TOKENIZER.symbols[len(TOKENIZER.alphabet) :]),
+        max_completion=T,
+    )
     for end in (2, 0):
         ids = TOKENIZER.encode("3*7+12") + [end] + TOKENIZER.encode("+1") + [2]
         action = jnp.array(ids + [0] * (T - len(ids)))
@@ -381,8 +384,9 @@ def test_sft_examples_are_solutions_of_training_problems_with_an_end():
         text = TOKENIZER.decode(tokens[row].tolist())
         assert text in host.solutions(values, int(target))
         assert host.split_of(values, int(target), 8) == TRAIN
-        assert mask[row].tolist() == [i <= len(text) for i in range(T)]
-        assert tokens[row, len(text)] == END and (tokens[row, len(text) + 1 :] == 0).all()
+        length = len(TOKENIZER.encode(text))
+        assert mask[row].tolist() == [i <= length for i in range(T)]
+        assert tokens[row, length] == END and (tokens[row, length + 1 :] == 0).all()
         texts.add(text)
     assert len(texts) > 0.9 * n
     same = sft_examples(env, countdown_params("small"), n, 7, T)[1]
