@@ -63,7 +63,7 @@ class TaskConfig:
 
 # Stopped while it still learns: what is left to learn is reinforcement learning's to show.
 WARM_START = SFTConfig(
-    steps=200,
+    steps=180,
     examples=30_000,
     optimizer=OptimizerConfig(learning_rate=2e-3, warmup=30, weight_decay=0.01),
 )
@@ -99,7 +99,7 @@ class CountdownConfig:
     """Seed of the warm start, apart from the run's, so that seeds share it."""
     sampling: SamplingConfig = SamplingConfig(max_tokens=8, block=4)
     """How completions are drawn in training."""
-    train: TrainConfig = TrainConfig(iterations=420, prompts=128, group_size=8)
+    train: TrainConfig = TrainConfig(iterations=460, prompts=128, group_size=8)
     """Sizes and order of the updates."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-4, schedule="linear", b2=0.999)
     """Optimizer of the policy."""

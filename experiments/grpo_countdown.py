@@ -16,7 +16,7 @@ from jaxrl_llm.losses.grpo import GRPOConfig, grpo
 class Config(CountdownConfig):
     """GRPO on Countdown."""
 
-    algorithm: GRPOConfig = GRPOConfig(kl_coef=0.001, entropy_coef=0.004)
+    algorithm: GRPOConfig = GRPOConfig(kl_coef=0.001, entropy_coef=0.003)
     """The objective."""
 
 

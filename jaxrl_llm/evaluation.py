@@ -68,7 +68,7 @@ class EvalConfig:
     """Held-out problems, the same at every evaluation."""
     samples: int = 8
     """Completions per problem at temperature 1, for sampled accuracy and pass@k."""
-    every: int = 50
+    every: int = 100
     """Iterations between evaluations; the first and the last are always done."""
     seed: int = 1_000_003
     """Draws the held-out problems and the evaluation's samples."""
