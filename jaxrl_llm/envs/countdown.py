@@ -509,6 +509,6 @@ def _single_token(tokenizer: Tokenizer, character: str) -> int:
     if len(ids) != 1:
         raise ConfigError(
             f"Countdown needs a tokenizer with one token for {character!r}, got {len(ids)}: use "
-            "tokenizers.arithmetic_tokenizer() or one that splits digits"
+            "tokenizers.arithmetic_tokenizer()"
         )
     return ids[0]
