@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from jaxrl_llm.losses.grpo import GRPOConfig, grpo_loss
+from jaxrl_llm.losses.grpo import grpo_loss
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
 from jaxrl_llm.sampling import SamplingConfig, sample
-from jaxrl_llm.training import OptimizerConfig, make_optimizer, make_update_step, score
-from jaxrl_llm.types import Batch, Prompts
+from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
+from jaxrl_llm.training import make_update_step, score
+from jaxrl_llm.types import LossOutput, Prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,13 @@ class Config:
 def make_step(config: Config, model: LanguageModel, optimizer, g: int):
     """(params, opt_state, prompts, key) -> (params, opt_state): sample, then one update."""
     sampling = SamplingConfig(max_tokens=config.completion_tokens)
-    algorithm = GRPOConfig(kl_coef=0.0)
 
     def objective(params, batch):
-        return grpo_loss(score(params, model, batch.prompts, batch.completions), batch, algorithm)
+        prompts, completions, adv = batch
+        logp_t = score(params, model, prompts, completions).logp_t
+        old_logp_t = completions.logprobs
+        loss = grpo_loss(logp_t, old_logp_t, old_logp_t, adv, completions.loss_mask, kl_coef=0.0)
+        return LossOutput(loss, {}, {}, {})
 
     update = make_update_step(objective, optimizer, microbatches=config.microbatches)
 
@@ -67,8 +71,7 @@ def make_step(config: Config, model: LanguageModel, optimizer, g: int):
 
     def learn(params, opt_state, prompts, completions):
         reward = (completions.tokens % 2).mean(-1)
-        adv_t = jnp.broadcast_to((reward - reward.mean())[..., None], completions.tokens.shape)
-        batch = Batch(prompts, completions, adv_t, completions.logprobs)
+        batch = prompts, completions, reward - reward.mean()
         return update(params, opt_state, batch)[:2]
 
     def step(params, opt_state, prompts, key):

@@ -19,7 +19,10 @@ from jaxrl_llm.envs.countdown import (
 )
 from jaxrl_llm.evaluation import EvalConfig, make_evaluate
 from jaxrl_llm.logging import RunFolder, provenance, read_rows, write_summary
+from jaxrl_llm.losses.config import AlgorithmConfig
+from jaxrl_llm.losses.objective import make_algorithm
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
+from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
 from jaxrl_llm.plots import Panel, plot_curves
 from jaxrl_llm.rollout import Rollout, make_rollout
 from jaxrl_llm.sampling import SamplingConfig
@@ -34,13 +37,14 @@ from jaxrl_llm.trainer import (
     train,
 )
 from jaxrl_llm.training import (
-    OptimizerConfig,
     TrainConfig,
+    TrainState,
     init_state,
+    make_draw,
     make_iteration,
-    make_optimizer,
+    sampling_params,
 )
-from jaxrl_llm.types import Algorithm
+from jaxrl_llm.types import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,11 @@ class TaskConfig:
     def params(self, **overrides: Any) -> EnvParams:
         rewards = {k: v for k, v in vars(self).items() if k != "preset"}
         return countdown_params(self.preset, **rewards, **overrides)
+
+    @property
+    def solution_tokens(self) -> int:
+        """Longest solution of n numbers, in tokens: n − 1 operators, n − 2 parentheses, the end."""
+        return 4 * self.params().max_numbers - 4
 
 
 # Stopped while it still learns: what is left to learn is reinforcement learning's to show.
@@ -103,6 +112,11 @@ class CountdownConfig:
     """Sizes and order of the updates."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-4, schedule="linear", b2=0.999)
     """Optimizer of the policy."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The objective."""
+    paper: bool = False
+    """Take the algorithm as published in place of the settings for this task; its soft overlong
+    penalty then acts on the last fifth of max_tokens."""
     eval: EvalConfig = EvalConfig()
     """Measurement on held-out problems."""
     run: RunConfig = RunConfig()
@@ -111,11 +125,12 @@ class CountdownConfig:
     """Tiny sizes, to see in seconds that everything works; the run is called smoke."""
 
     def resolved(self):
-        """The config to run: itself, or its tiny version with `smoke`."""
+        """The config to run: with `paper` the published algorithm, with `smoke` tiny sizes."""
+        config = self.published() if self.paper else self
         if not self.smoke:
-            return self
+            return config
         return dataclasses.replace(
-            self,
+            config,
             model=ModelConfig(width=32, layers=2, heads=2),
             sft=dataclasses.replace(self.sft, steps=20, batch=64, examples=512, steps_per_call=10),
             train=dataclasses.replace(
@@ -129,13 +144,25 @@ class CountdownConfig:
             ),
         )
 
+    def published(self):
+        """This config with the algorithm as in its paper."""
+        if self.algorithm != type(self)().algorithm:
+            raise ConfigError(
+                "--paper takes all of algorithm.* from the paper: leave it out to set some of them"
+            )
+        published = type(self.algorithm)()
+        if self.algorithm.overlong_cache > 0:
+            cache = max(1, self.sampling.max_tokens // 5)
+            published = dataclasses.replace(published, overlong_cache=cache)
+        return dataclasses.replace(self, algorithm=published)
+
     @property
     def warm_start(self) -> WarmStartConfig:
         return WarmStartConfig(
             task=TaskConfig(preset=self.task.preset),
             model=self.model,
             sft=self.sft,
-            max_tokens=self.sampling.max_tokens,
+            max_tokens=min(self.sampling.max_tokens, self.task.solution_tokens),
             seed=self.sft_seed,
         )
 
@@ -234,11 +261,17 @@ def train_warm_start(config: WarmStartConfig, run: RunConfig) -> tuple[RunResult
     return result, folder
 
 
-def run_countdown(experiment: str, config: CountdownConfig, algorithm: Algorithm) -> bool:
+def run_countdown(experiment: str, config: CountdownConfig) -> bool:
     """Warm start, reinforcement learning, measurement, report. False when interrupted."""
     started = time.perf_counter()
     setting = make_setting(config.task, config.model, config.sampling.max_tokens)
     config.sampling.check_for_training()
+    config.algorithm.check_sizes(
+        group_size=config.train.group_size,
+        updates_per_rollout=config.train.updates_per_rollout,
+        rollout_lag=config.train.rollout_lag,
+        max_tokens=config.sampling.max_tokens,
+    )
     path = config.run.root / experiment / config.run.name
     with RunFolder.open(path, dataclasses.asdict(config), free=FREE_FIELDS) as folder:
         warm, warm_folder = train_warm_start(config.warm_start, config.run)
@@ -257,14 +290,24 @@ def run_countdown(experiment: str, config: CountdownConfig, algorithm: Algorithm
             prompts=config.train.prompts,
             group_size=config.train.group_size,
         )
-        optimizer = make_optimizer(config.optimizer, config.train.updates)
+        algorithm = make_algorithm(config.algorithm, iterations=config.train.iterations)
+        optimizer = make_optimizer(
+            config.optimizer, config.train.updates, value_rate=config.algorithm.value_rate
+        )
+        draw = make_draw(rollout, algorithm)
+
+        def sample_only(state: TrainState):
+            return draw(sampling_params(state), jax.random.fold_in(state.key, state.iteration))
+
         result = train(
             folder,
             init_state(
                 warm.params,
                 optimizer,
                 jax.random.key(config.run.seed),
-                needs_reference=algorithm.needs_reference,
+                model=setting.model,
+                algorithm=algorithm,
+                rollout_lag=config.train.rollout_lag,
             ),
             lambda: make_iteration(
                 rollout,
@@ -279,10 +322,11 @@ def run_countdown(experiment: str, config: CountdownConfig, algorithm: Algorithm
             per_call=config.train.iterations_per_call,
             evaluate=measure(setting, config.sampling, config.eval),
             evaluate_every=config.eval.every,
+            stages={"rollout": sample_only},
         )
         if not result.is_complete:
             return report_interrupt(folder, result)
-        report(experiment, folder, result, time.perf_counter() - started)
+        report(experiment, folder, result, time.perf_counter() - started, config.train)
     return True
 
 
@@ -295,7 +339,9 @@ def report_interrupt(folder: RunFolder, result: RunResult) -> bool:
     return False
 
 
-def report(experiment: str, folder: RunFolder, result: RunResult, seconds: float) -> None:
+def report(
+    experiment: str, folder: RunFolder, result: RunResult, seconds: float, sizes: TrainConfig
+) -> None:
     """Print before and after with intervals, draw the curves, write summary.json."""
     measured = [row for row in result.history if "eval/greedy" in row]
     before, after = measured[0], measured[-1]
@@ -313,6 +359,15 @@ def report(experiment: str, folder: RunFolder, result: RunResult, seconds: float
             f"{100 * (after[name] - before[name]):+.1f} points"
         )
 
+    timing = read_rows(folder.timing)
+    sampling = sampling_cost(result.history, timing, sizes)
+    if sampling["extra_completions"]:
+        print(
+            f"dynamic sampling: {sampling['rounds_mean']:.2f} rollouts an iteration, "
+            f"{sampling['extra_completions']:,} completions and about "
+            f"{sampling['extra_seconds']:.0f} s more than with one; "
+            f"{100 * sampling['filled']:.1f} % of the batch filled"
+        )
     draw(experiment, folder, result.history, measured)
     write_summary(
         folder,
@@ -322,9 +377,10 @@ def report(experiment: str, folder: RunFolder, result: RunResult, seconds: float
             "after": {k: v for k, v in after.items() if k.startswith("eval/")},
             "final": after,
             "iterations": result.iteration,
+            "sampling": sampling,
             "training_seconds": sum(
                 value
-                for row in read_rows(folder.timing)
+                for row in timing
                 for name, value in row.items()
                 if name in ("time/train_seconds", "time/evaluate_seconds")
             ),
@@ -338,6 +394,30 @@ def report(experiment: str, folder: RunFolder, result: RunResult, seconds: float
     print(
         f"wall time {seconds:.0f} s, compiling the iteration {result.compile_seconds:.0f} s of it"
     )
+
+
+def sampling_cost(
+    rows: list[dict[str, Any]], timing: list[dict[str, Any]], sizes: TrainConfig
+) -> dict[str, Any]:
+    """What was sampled, and how much of it dynamic sampling added.
+
+    Seconds are estimated: the time of one iteration's rollouts, measured alone at each evaluation,
+    shared out evenly among its rounds.
+    """
+    trained = [row for row in rows if "reward/mean" in row]
+    rounds = [row.get("rollout/rounds", 1.0) for row in trained]
+    alone = [row["time/rollout_seconds"] for row in timing if "time/rollout_seconds" in row]
+    rollout_seconds = sum(alone) / max(len(alone), 1) * len(trained)
+    per_round = sizes.prompts * sizes.group_size
+    return {
+        "rounds_mean": sum(rounds) / len(rounds),
+        "rounds_max": max(rounds),
+        "filled": sum(row.get("rollout/filled", 1.0) for row in trained) / len(trained),
+        "completions": round(sum(rounds)) * per_round,
+        "extra_completions": round(sum(rounds) - len(rounds)) * per_round,
+        "rollout_seconds": rollout_seconds,
+        "extra_seconds": rollout_seconds * (1.0 - len(rounds) / sum(rounds)),
+    }
 
 
 def draw(

@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Float, Key
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from jaxrl_llm.advantages import dead_groups
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.sampling import SamplingConfig, sample
 from jaxrl_llm.tokenizers import Tokenizer
@@ -25,6 +27,7 @@ class Rollout(NamedTuple):
 
 
 RolloutFn = Callable[[Params, Key[Array, ""]], Rollout]
+Metrics = dict[str, Float[Array, ""]]
 
 
 def make_rollout(
@@ -71,4 +74,105 @@ def make_rollout(
 
 def row_keys(key: Key[Array, ""], n: int) -> Key[Array, "n"]:
     """fold_in(key, 0 … n−1)."""
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jax.numpy.arange(n))
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(n))
+
+
+def rollout_metrics(rolled: Rollout) -> Metrics:
+    """What the samples looked like before anything was learned from them."""
+    lengths = rolled.completions.loss_mask.sum(-1).astype(jnp.float32)
+    info = {f"rollout/{name.removeprefix('is_')}": x.mean() for name, x in rolled.info.items()}
+    return info | {
+        "reward/mean": rolled.rewards.mean(),
+        "reward/std": rolled.rewards.std(),
+        "reward/dead_groups": dead_groups(rolled.rewards).mean(),
+        "rollout/length_mean": lengths.mean(),
+        "rollout/length_max": lengths.max(),
+        "rollout/tokens": lengths.sum(),
+    }
+
+
+def mask_dead_groups(rolled: Rollout) -> Rollout:
+    """Give groups of equal rewards no weight in the loss."""
+    return keep_groups(rolled, ~dead_groups(rolled.rewards))
+
+
+def keep_groups(rolled: Rollout, is_kept: Bool[Array, "B"]) -> Rollout:
+    """Take the tokens of all other groups out of the loss."""
+    completions = rolled.completions
+    loss_mask = completions.loss_mask & is_kept[:, None, None]
+    return rolled._replace(completions=completions._replace(loss_mask=loss_mask))
+
+
+class Pool(NamedTuple):
+    """The carry of dynamic sampling."""
+
+    kept: Rollout  # the first `count` groups are alive
+    count: Int[Array, ""]
+    rounds: Int[Array, ""]
+    totals: Metrics  # rollout metrics added up over the rounds
+
+
+def sample_until_alive(
+    rollout: RolloutFn, max_rounds: int
+) -> Callable[[Params, Key[Array, ""]], tuple[Rollout, Metrics]]:
+    """DAPO's dynamic sampling: roll out again until every group has rewards that differ.
+
+    Each round draws B fresh groups; those whose rewards differ by more than a tolerance fill the
+    batch in the order of their drawing, and a surplus is dropped, so all tokens are fresh. Shapes
+    are fixed and the number of rounds is bounded: after `max_rounds` the groups that are missing
+    are placeholders without weight (`loss_mask` False).
+
+    Args:
+        rollout: draws B groups.
+        max_rounds: rounds at most, the first included.
+
+    Returns:
+        `(params, key) -> (rollout, metrics)`. Metrics are of all groups drawn, not only of those
+        kept; `rollout/rounds` and `rollout/filled` (the fraction of the batch) are added.
+
+    References:
+        Yu et al. 2025 (DAPO), section 3.2, https://arxiv.org/abs/2503.14476
+    """
+
+    def draw(params: Params, key: Key[Array, ""]) -> tuple[Rollout, Metrics]:
+        shapes = jax.eval_shape(lambda: rollout(params, key))
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        # A prompt of all padding would be an attention over nothing.
+        prompts = empty.prompts._replace(mask=jnp.ones_like(empty.prompts.mask))
+        n_groups = empty.rewards.shape[0]
+        metric_shapes = jax.eval_shape(rollout_metrics, shapes)
+
+        def is_short(pool: Pool):
+            return (pool.count < n_groups) & (pool.rounds < max_rounds)
+
+        def one_round(pool: Pool) -> Pool:
+            drawn = rollout(params, jax.random.fold_in(key, pool.rounds))
+            is_alive = ~dead_groups(drawn.rewards)
+            place = pool.count + jnp.cumsum(is_alive) - 1
+            place = jnp.where(is_alive, place, n_groups)  # out of range: dropped
+            kept = jax.tree.map(
+                lambda old, new: old.at[place].set(new, mode="drop"), pool.kept, drawn
+            )
+            metrics = rollout_metrics(drawn)
+            longest = jnp.maximum(pool.totals["rollout/length_max"], metrics["rollout/length_max"])
+            totals = jax.tree.map(jnp.add, pool.totals, metrics) | {"rollout/length_max": longest}
+            count = jnp.minimum(pool.count + is_alive.sum(), n_groups)
+            return Pool(kept, count, pool.rounds + 1, totals)
+
+        pool = jax.lax.while_loop(
+            is_short,
+            one_round,
+            Pool(
+                empty._replace(prompts=prompts),
+                jnp.int32(0),
+                jnp.int32(0),
+                jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metric_shapes),
+            ),
+        )
+        sums = ("rollout/tokens", "rollout/length_max")
+        metrics = {k: x if k in sums else x / pool.rounds for k, x in pool.totals.items()}
+        metrics["rollout/rounds"] = pool.rounds.astype(jnp.float32)
+        metrics["rollout/filled"] = pool.count / n_groups
+        return keep_groups(pool.kept, jnp.arange(n_groups) < pool.count), metrics
+
+    return draw

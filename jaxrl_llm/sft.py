@@ -12,14 +12,9 @@ from jaxtyping import Array, Bool, Int
 from jaxrl_llm.losses.aggregate import aggregate
 from jaxrl_llm.masking import masked_sum
 from jaxrl_llm.models.transformer import LanguageModel, Params
-from jaxrl_llm.training import (
-    Metrics,
-    OptimizerConfig,
-    TrainState,
-    make_update_step,
-    score,
-    skipped_updates,
-)
+from jaxrl_llm.optimizer import OptimizerConfig, Trained, skipped_updates
+from jaxrl_llm.rollout import Metrics
+from jaxrl_llm.training import TrainState, make_update_step, score
 from jaxrl_llm.types import Completions, ConfigError, LossOutput, Prompts
 
 
@@ -66,9 +61,9 @@ def sft_loss(params: Params, model: LanguageModel, examples: Examples) -> LossOu
     """Cross-entropy of the completion's tokens, in nats: −Σ log π(token) / number of tokens."""
     tokens, mask = examples.tokens[:, None], examples.mask[:, None]
     completions = Completions(tokens, mask, mask, jnp.zeros(tokens.shape))
-    logp_t, entropy_t = score(params, model, examples.prompts, completions)
-    means = {"sft/entropy": masked_sum(entropy_t, mask)}
-    return LossOutput(aggregate(-logp_t, mask, "token"), means, {}, {})
+    scores = score(params, model, examples.prompts, completions)
+    means = {"sft/entropy": masked_sum(scores.entropy_t, mask)}
+    return LossOutput(aggregate(-scores.logp_t, mask, "token"), means, {}, {})
 
 
 def make_sft_step(
@@ -80,7 +75,7 @@ def make_sft_step(
     """One step on a random batch of `examples`: the analogue of `training.make_iteration`."""
     n = len(examples.tokens)
     update = make_update_step(
-        lambda params, batch: sft_loss(params, model, batch),
+        lambda trained, batch: sft_loss(trained.policy, model, batch),
         optimizer,
         microbatches=config.microbatches,
     )
@@ -92,11 +87,11 @@ def make_sft_step(
         order = jax.random.permutation(jax.random.fold_in(state.key, epoch), n)
         chosen = jax.lax.dynamic_slice_in_dim(order, place * config.batch, config.batch)
         batch = jax.tree.map(lambda x: jnp.asarray(x)[chosen], examples)
-        params, opt_state, metrics = update(state.params, state.opt_state, batch)
+        trained, opt_state, metrics = update(Trained(state.params), state.opt_state, batch)
         metrics["optimizer/skipped_updates"] = skipped_updates(opt_state)
         metrics["sft/tokens"] = batch.mask.sum()
         return state.replace(
-            params=params, opt_state=opt_state, iteration=state.iteration + 1
+            params=trained.policy, opt_state=opt_state, iteration=state.iteration + 1
         ), metrics
 
     return step

@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from tqdm import tqdm
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.logging import Interrupt, MetricsLog, RunFolder, read_rows
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.training import Metrics, TrainState, scan_iterations
+from jaxrl_llm.rollout import Metrics
+from jaxrl_llm.training import TrainState, scan_iterations
 from jaxrl_llm.types import ConfigError
 
 # These may change when a run is resumed: they decide no figure.
@@ -73,6 +74,7 @@ def train(
     per_call: int,
     evaluate: Callable[[Params], Measured] | None = None,
     evaluate_every: int = 0,
+    stages: Mapping[str, Callable[[TrainState], Any]] | None = None,
     tokens_metric: str = "rollout/tokens",
     shown: Sequence[str] = ("reward/mean", "eval/sampled"),
 ) -> RunResult:
@@ -92,12 +94,16 @@ def train(
         evaluate: measures parameters; called before the first iteration, then every
             `evaluate_every`, and after the last.
         evaluate_every: iterations between evaluations (0: first and last only).
+        stages: parts of the step, by name, that are also run and timed alone at every evaluation
+            but the first, as `time/NAME_seconds`; what is left of an iteration is
+            `time/rest_seconds`.
         tokens_metric: the metric that counts tokens, for tokens/s.
         shown: metrics on the progress bar.
     """
     timer = Timer()
     step = functools.cache(make_step)
     calls: dict[int, Any] = {}
+    stage_calls: dict[str, Any] = {}
 
     def compiled(length: int, state: TrainState):
         if length not in calls:
@@ -105,6 +111,20 @@ def train(
             with timer("compile"):
                 calls[length] = program.lower(state).compile()
         return calls[length]
+
+    def time_stages(state: TrainState, iteration_seconds: float) -> dict[str, float]:
+        """Seconds of each stage, alone."""
+        seconds = {}
+        for name, stage in (stages or {}).items():
+            if name not in stage_calls:
+                with timer("compile"):
+                    stage_calls[name] = jax.jit(stage).lower(state).compile()
+            start = time.perf_counter()
+            jax.block_until_ready(stage_calls[name](state))
+            seconds[f"time/{name}_seconds"] = time.perf_counter() - start
+        if seconds:
+            seconds["time/rest_seconds"] = iteration_seconds - sum(seconds.values())
+        return seconds
 
     def is_evaluation_due(before: int, now: int) -> bool:
         crossed = evaluate_every and now // evaluate_every > before // evaluate_every
@@ -140,14 +160,16 @@ def train(
                     "time/tokens_per_second": float(np.sum(metrics.get(tokens_metric, 0)))
                     / seconds,
                 }
+                staged = {}
                 rows = [{name: x[i] for name, x in metrics.items()} for i in range(length)]
                 if is_evaluation_due(before, done):
                     with timer("evaluate"):
                         measured = evaluate(state.params)
                     rows[-1] |= measured.metrics
+                    staged = time_stages(state, seconds / length)
                     log.write_samples(done, measured.samples)
                 for i, row in enumerate(rows, start=before + 1):
-                    log.write(i, row, timing | (timer.take() if i == done else {}))
+                    log.write(i, row, timing | (timer.take() | staged if i == done else {}))
                 if checkpoints.is_due(done) or done == total or interrupt.requested:
                     with timer("checkpoint"):
                         log.sync()

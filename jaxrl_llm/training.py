@@ -10,69 +10,32 @@ import optax
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
-from jaxrl_llm.advantages import dead_groups
-from jaxrl_llm.logprobs import token_logprobs
+from jaxrl_llm.logprobs import kl_estimate, token_logprobs
+from jaxrl_llm.losses.value import explained_variance
+from jaxrl_llm.masking import masked_sum
+from jaxrl_llm.models import critic as critics
 from jaxrl_llm.models.transformer import LanguageModel, Params
-from jaxrl_llm.rollout import Rollout, RolloutFn
-from jaxrl_llm.types import Algorithm, Batch, Completions, ConfigError, LossOutput, Prompts, Scores
-
-Metrics = dict[str, Float[Array, ""]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW behind gradient clipping, with a warm-up."""
-
-    learning_rate: float = 3e-4
-    """Peak learning rate."""
-    warmup: int = 10
-    """Updates over which the rate rises from 0; Adam's first steps are large without it."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What the rate does after the warm-up: stay, or fall to 0 at the last update."""
-    clip_norm: float = 1.0
-    """Largest global gradient norm."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    b1: float = 0.9
-    """Adam's decay of the first moment."""
-    b2: float = 0.99
-    """Adam's decay of the second moment."""
-    eps: float = 1e-8
-    """Adam's ε."""
-
-
-def make_schedule(config: OptimizerConfig, total: int) -> optax.Schedule:
-    """Learning rate of each of `total` updates."""
-    rest = max(total - config.warmup, 1)
-    peak = config.learning_rate
-    after = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, 0.0, rest),
-        "cosine": optax.cosine_decay_schedule(peak, rest),
-    }[config.schedule]
-    # From 1/warmup, not from 0: the first update should not be thrown away.
-    warmup = optax.linear_schedule(peak / max(config.warmup, 1), peak, max(config.warmup - 1, 1))
-    return optax.join_schedules([warmup, after], [config.warmup])
-
-
-def make_optimizer(config: OptimizerConfig, total: int) -> optax.GradientTransformation:
-    """AdamW; an update with a non-finite gradient is skipped, counted, and changes no moment."""
-    inner = optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            make_schedule(config, total),
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        ),
-    )
-    return optax.apply_if_finite(inner, max_consecutive_errors=2**31 - 2)
-
-
-def skipped_updates(opt_state: optax.ApplyIfFiniteState) -> Int[Array, ""]:
-    """How many updates have been skipped for a non-finite gradient."""
-    return opt_state.total_notfinite
+from jaxrl_llm.optimizer import Trained, skipped_updates
+from jaxrl_llm.rollout import (
+    Metrics,
+    Rollout,
+    RolloutFn,
+    mask_dead_groups,
+    rollout_metrics,
+    row_keys,
+    sample_until_alive,
+)
+from jaxrl_llm.types import (
+    Algorithm,
+    Batch,
+    Completions,
+    ConfigError,
+    Drift,
+    KLState,
+    LossOutput,
+    Prompts,
+    Scores,
+)
 
 
 def accumulate_gradient(
@@ -157,11 +120,14 @@ def make_update_step(
 class TrainState:
     """All that changes from iteration to iteration; a checkpoint holds exactly this."""
 
-    params: Params
-    opt_state: optax.OptState
+    params: Params  # the policy's
+    opt_state: optax.OptState  # of Trained(params, critic)
     ref_params: Params | None  # the frozen reference policy, where the algorithm has one
     key: Key[Array, ""]  # the run's; iteration i uses fold_in(key, i)
     iteration: Int[Array, ""]
+    critic: Params | None = None  # the value model, where the algorithm has one
+    lagged_params: Params | None = None  # the policy that samples, where it is an iteration old
+    kl: KLState | None = None  # of the KL controller
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +142,9 @@ class TrainConfig:
     """Completions per problem, G."""
     epochs: int = 1
     """Passes over each rollout."""
+    rollout_lag: Literal[0, 1] = 0
+    """1: train on what the policy before the last iteration's updates has sampled, as when sampling
+    and training overlap; algorithm.importance_cap corrects for it."""
     minibatches: int = 1
     """Updates per pass; divides `prompts`, groups stay whole."""
     microbatches: int = 4
@@ -186,13 +155,10 @@ class TrainConfig:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if value < 1:
+            if value < 1 and name != "rollout_lag":
                 raise ConfigError(f"{name}={value}: expected at least 1")
-        if self.group_size == 1:
-            raise ConfigError(
-                "group_size=1: a group-relative advantage compares the completions of one prompt, "
-                "so it needs at least 2; set group_size=8 or more"
-            )
+        if self.rollout_lag not in (0, 1):
+            raise ConfigError(f"rollout_lag={self.rollout_lag}: expected 0 or 1")
         parts = self.minibatches * self.microbatches
         if self.prompts % parts:
             raise ConfigError(
@@ -201,9 +167,14 @@ class TrainConfig:
             )
 
     @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps in one iteration."""
+        return self.epochs * self.minibatches
+
+    @property
     def updates(self) -> int:
         """Optimizer steps in the whole run."""
-        return self.iterations * self.epochs * self.minibatches
+        return self.iterations * self.updates_per_rollout
 
 
 def score(
@@ -213,12 +184,44 @@ def score(
     completions: Completions,
     *,
     temperature: float = 1.0,
+    critic: Params | None = None,
+    drift: Drift | None = None,
 ) -> Scores:
-    """Log-probability and entropy of every completion token, at the sampler's temperature."""
+    """Log-probability and entropy of every completion token, at the sampler's temperature.
+
+    With a critic also its values; with a drift also the Jacobian along its direction.
+    """
     hidden = model.completion_hidden(params, prompts, completions)
-    return Scores(
-        *token_logprobs(hidden, model.head(params), completions.tokens, temperature=temperature)
+    logp_t, entropy_t = token_logprobs(
+        hidden, model.head(params), completions.tokens, temperature=temperature
     )
+    value_t = tangent_t = None
+    if critic is not None:
+        value_t = critics.values(critic, model, prompts, completions, hidden)
+    if drift is not None:
+        tangent_t = model.completion_tangent(
+            params, prompts, completions, drift.embeddings, drift.direction
+        )
+    return Scores(logp_t, entropy_t, value_t, tangent_t)
+
+
+def make_drift(
+    params: Params,
+    model: LanguageModel,
+    prompts: Prompts,
+    completions: Completions,
+    key: Key[Array, ""],
+) -> Drift:
+    """A random direction of norm 1 for each completion, and the Jacobian of `params` along it."""
+    b, g, t = completions.tokens.shape
+    keys = jax.vmap(lambda k: row_keys(k, g))(row_keys(key, b))
+    normal = jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (t, model.config.width))))(keys)
+    normal = jnp.where(completions.attention_mask[..., None], normal, 0.0)
+    norm = jnp.sqrt((normal**2).sum((-2, -1), keepdims=True))
+    embeddings = model.embed(params, completions.tokens)
+    direction = (normal / jnp.where(norm > 0, norm, 1.0)).astype(embeddings.dtype)
+    tangent_t = model.completion_tangent(params, prompts, completions, embeddings, direction)
+    return Drift(embeddings, direction, tangent_t)
 
 
 def init_state(
@@ -226,16 +229,36 @@ def init_state(
     optimizer: optax.GradientTransformation,
     key: Key[Array, ""],
     *,
-    needs_reference: bool = False,
+    model: LanguageModel | None = None,
+    algorithm: Algorithm | None = None,
+    rollout_lag: int = 0,
 ) -> TrainState:
-    """Start from `params`, which also become the reference policy where one is needed."""
-    reference = jax.tree.map(jnp.copy, params) if needs_reference else None
+    """Start from `params`, which also become the reference policy where one is needed.
+
+    Args:
+        params: the policy's.
+        optimizer: as in `make_iteration`.
+        key: of the whole run.
+        model: the policy's functions, for a value model.
+        algorithm: as in `make_iteration`; None for supervised training.
+        rollout_lag: as in `TrainConfig`.
+    """
+
+    def copy(wanted: bool) -> Params | None:
+        return jax.tree.map(jnp.copy, params) if wanted else None
+
+    critic = None
+    if algorithm is not None and algorithm.critic is not None:
+        critic = critics.init_critic(algorithm.critic, model, params)
     return TrainState(
         params=params,
-        opt_state=optimizer.init(params),
-        ref_params=reference,
+        opt_state=optimizer.init(Trained(params, critic)),
+        ref_params=copy(algorithm is not None and algorithm.needs_reference),
         key=key,
         iteration=jnp.int32(0),
+        critic=critic,
+        lagged_params=copy(rollout_lag == 1),
+        kl=None if algorithm is None else algorithm.kl.init(),
     )
 
 
@@ -253,43 +276,115 @@ def make_iteration(
 
     It can be jitted with its state donated, scanned over (`scan_iterations`) and mapped.
     """
+    draw = make_draw(rollout, algorithm)
 
-    def objective(params: Params, batch: Batch) -> LossOutput:
-        scores = score(params, model, batch.prompts, batch.completions, temperature=temperature)
-        return algorithm.loss(scores, batch)
+    def score_batch(params, batch, critic=None, drift=None) -> Scores:
+        return score(
+            params,
+            model,
+            batch.prompts,
+            batch.completions,
+            temperature=temperature,
+            critic=critic,
+            drift=drift,
+        )
 
-    update = make_update_step(
-        objective, optimizer, microbatches=config.microbatches, axis_name=axis_name
-    )
+    def prepare(state: TrainState, rolled: Rollout, drift_key) -> Batch:
+        """Score the rollout with everything that stays fixed during its updates."""
+        prompts, completions = rolled.prompts, rolled.completions
+        batch = Batch(prompts, completions, old_logp_t=completions.logprobs)
+        if algorithm.needs_reference:
+            batch = batch._replace(ref_logp_t=score_batch(state.ref_params, batch).logp_t)
+        if algorithm.critic is not None or algorithm.rescores_old:
+            old = score_batch(state.params, batch, state.critic)
+            batch = batch._replace(value_t=old.value_t)
+            if algorithm.rescores_old:
+                batch = batch._replace(old_logp_t=old.logp_t)
+        if algorithm.needs_drift:
+            sampler = sampling_params(state)
+            drift = make_drift(sampler, model, prompts, completions, drift_key)
+            batch = batch._replace(drift=drift)
+        return batch
 
     def iteration(state: TrainState) -> tuple[TrainState, Metrics]:
-        rollout_key, order_key = jax.random.split(jax.random.fold_in(state.key, state.iteration))
-        rolled = rollout(state.params, rollout_key)
-        prompts, completions, rewards, _ = rolled
-        if algorithm.needs_reference:
-            ref_logp_t = score(
-                state.ref_params, model, prompts, completions, temperature=temperature
-            ).logp_t
-        else:
-            ref_logp_t = completions.logprobs
-        batch = Batch(prompts, completions, algorithm.advantages(rewards, completions), ref_logp_t)
+        key = jax.random.fold_in(state.key, state.iteration)
+        rollout_key, order_key, drift_key = jax.random.split(key, 3)
+        kl_coef = state.kl.coef
+        rolled, drawn_metrics = draw(sampling_params(state), rollout_key)
+        batch = prepare(state, rolled, drift_key)
+        batch = algorithm.advantages(batch, rolled.rewards, kl_coef, axis_name)
+
+        def objective(trained: Trained, part: Batch) -> LossOutput:
+            scores = score_batch(trained.policy, part, trained.critic, part.drift)
+            return algorithm.loss(scores, part, kl_coef)
+
+        update = make_update_step(
+            objective, optimizer, microbatches=config.microbatches, axis_name=axis_name
+        )
 
         def minibatch_step(carry, indices):
-            params, opt_state = carry
+            trained, opt_state = carry
             chosen = jax.tree.map(lambda x: x[indices], batch)
-            params, opt_state, metrics = update(params, opt_state, chosen)
-            return (params, opt_state), metrics
+            trained, opt_state, metrics = update(trained, opt_state, chosen)
+            return (trained, opt_state), metrics
 
-        order = minibatch_order(order_key, config)
-        (params, opt_state), metrics = jax.lax.scan(
-            minibatch_step, (state.params, state.opt_state), order
+        (trained, opt_state), metrics = jax.lax.scan(
+            minibatch_step,
+            (Trained(state.params, state.critic), state.opt_state),
+            minibatch_order(order_key, config),
         )
-        metrics = over_updates(metrics) | rollout_metrics(rolled)
+        metrics = over_updates(metrics) | drawn_metrics | batch_metrics(batch, axis_name)
         metrics["optimizer/skipped_updates"] = skipped_updates(opt_state)
-        state = state.replace(params=params, opt_state=opt_state, iteration=state.iteration + 1)
-        return state, metrics
+        if algorithm.needs_reference:
+            metrics["kl/coef"] = kl_coef
+        new_state = state.replace(
+            params=trained.policy,
+            critic=trained.critic,
+            opt_state=opt_state,
+            iteration=state.iteration + 1,
+            lagged_params=None if state.lagged_params is None else state.params,
+            kl=algorithm.kl.update(state.kl, metrics.get("kl/rollout", jnp.float32(0))),
+        )
+        return new_state, metrics
 
     return iteration
+
+
+def sampling_params(state: TrainState) -> Params:
+    """The policy that samples: the newest, or the one before it where rollouts lag."""
+    return state.params if state.lagged_params is None else state.lagged_params
+
+
+def make_draw(
+    rollout: RolloutFn, algorithm: Algorithm
+) -> Callable[[Params, Key[Array, ""]], tuple[Rollout, Metrics]]:
+    """`(params, key) -> (the groups to train on, metrics of all groups drawn)`."""
+    if algorithm.sampling_rounds > 1:
+        return sample_until_alive(rollout, algorithm.sampling_rounds)
+
+    def draw(params, key):
+        rolled = rollout(params, key)
+        metrics = rollout_metrics(rolled)
+        return mask_dead_groups(rolled) if algorithm.masks_dead_groups else rolled, metrics
+
+    return draw
+
+
+def batch_metrics(batch: Batch, axis_name: str | None) -> Metrics:
+    """What was known before the updates: advantages, KL of the rollout, quality of the values."""
+    mask = batch.completions.loss_mask
+    mean_square = masked_sum(batch.adv_t**2, mask).mean(axis_name)
+    mean = masked_sum(batch.adv_t, mask).mean(axis_name)
+    metrics = {"advantage/std": jnp.sqrt(jnp.maximum(mean_square - mean**2, 0.0))}
+    if batch.ref_logp_t is not None:
+        kl_t = kl_estimate(*(jnp.where(mask, x, 0.0) for x in (batch.old_logp_t, batch.ref_logp_t)))
+        metrics["kl/rollout"] = masked_sum(kl_t, mask).mean(axis_name)
+    if batch.value_t is not None:
+        metrics["value/mean"] = masked_sum(batch.value_t, mask).mean(axis_name)
+        metrics["value/explained_variance"] = explained_variance(
+            batch.value_t, batch.return_t, mask, axis_name=axis_name
+        )
+    return metrics
 
 
 def minibatch_order(key: Key[Array, ""], config: TrainConfig) -> Int[Array, "updates prompts"]:
@@ -310,20 +405,6 @@ def over_updates(metrics: Metrics) -> Metrics:
         "policy/logprob_gap": lambda x: x[0],
     }
     return {name: reduce.get(name, jnp.mean)(x) for name, x in metrics.items()}
-
-
-def rollout_metrics(rolled: Rollout) -> Metrics:
-    """What the samples looked like before anything was learned from them."""
-    lengths = rolled.completions.loss_mask.sum(-1).astype(jnp.float32)
-    info = {f"rollout/{name.removeprefix('is_')}": x.mean() for name, x in rolled.info.items()}
-    return info | {
-        "reward/mean": rolled.rewards.mean(),
-        "reward/std": rolled.rewards.std(),
-        "reward/dead_groups": dead_groups(rolled.rewards).mean(),
-        "rollout/length_mean": lengths.mean(),
-        "rollout/length_max": lengths.max(),
-        "rollout/tokens": lengths.sum(),
-    }
 
 
 def scan_iterations(

@@ -8,7 +8,7 @@ R  query heads per key/value head (H / K)
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +39,25 @@ class Completions(NamedTuple):
     logprobs: Float[Array, "B G T"]  # nats, under the sampling policy; 0 where not sampled
 
 
+class Drift(NamedTuple):
+    """Where and along what the Jacobian of the hidden states is compared with the old policy's."""
+
+    embeddings: Float[Array, "B G T D"]  # of the completion's tokens, under the old policy
+    direction: Float[Array, "B G T D"]  # u: random, of norm 1 in each completion
+    old_tangent_t: Float[Array, "B G T D"]  # J_old·u at the hidden state that predicts token t
+
+
 class Batch(NamedTuple):
-    """What one policy update is computed from."""
+    """What policy updates are computed from: a rollout, and what was known of it before them."""
 
     prompts: Prompts
-    completions: Completions
-    adv_t: Float[Array, "B G T"]
-    ref_logp_t: Float[Array, "B G T"]  # nats, under the reference policy; 0 without one
+    completions: Completions  # its logprobs are those of the policy that sampled
+    old_logp_t: Float[Array, "B G T"]  # nats, under π_old, which the ratio is taken to
+    ref_logp_t: Float[Array, "B G T"] | None = None  # nats, under the reference policy
+    value_t: Float[Array, "B G T"] | None = None  # the value model's prediction before the updates
+    drift: Drift | None = None
+    adv_t: Float[Array, "B G T"] | None = None  # 0 where not sampled
+    return_t: Float[Array, "B G T"] | None = None  # what the value model should have predicted
 
 
 class KeyValues(NamedTuple):
@@ -85,10 +97,12 @@ class WeightedSum(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the current policy says of a batch's completions."""
+    """What the current parameters say of a batch's completions."""
 
     logp_t: Float[Array, "B G T"]  # nats
     entropy_t: Float[Array, "B G T"]  # nats
+    value_t: Float[Array, "B G T"] | None = None  # expected return before token t
+    tangent_t: Float[Array, "B G T D"] | None = None  # J·u, as `Drift.old_tangent_t`
 
 
 class LossOutput(NamedTuple):
@@ -100,12 +114,35 @@ class LossOutput(NamedTuple):
     minima: dict[str, Float[Array, ""]]
 
 
-class Algorithm(NamedTuple):
-    """What distinguishes one algorithm from another: two pure functions and what they need.
+class KLState(NamedTuple):
+    """State of a KL controller."""
 
-    `losses.grpo.grpo(config)` and its siblings make one.
+    coef: Float[Array, ""]  # β of the coming update
+    scale: Float[Array, ""]  # what the distance to the target made of β, as a factor
+    step: Int[Array, ""]  # updates seen
+
+
+class KLController(NamedTuple):
+    """A rule for the KL coefficient β, as a pure `(init, update)` pair."""
+
+    init: Callable[[], KLState]
+    update: Callable[[KLState, Float[Array, ""]], KLState]  # given the measured KL, nats per token
+
+
+class Algorithm(NamedTuple):
+    """What distinguishes one algorithm from another: pure functions, and what they need to know.
+
+    `losses.objective.make_algorithm(config)` makes one; `training.make_iteration` runs it.
     """
 
-    advantages: Callable[[Float[Array, "B G"], Completions], Float[Array, "B G T"]]
-    loss: Callable[[Scores, Batch], LossOutput]
-    needs_reference: bool
+    # (batch without advantages, rewards [B, G], β, device axis) -> batch with advantages
+    advantages: Callable[[Batch, Float[Array, "B G"], Float[Array, ""], str | None], Batch]
+    # (scores, batch, β) -> objective
+    loss: Callable[[Scores, Batch, Float[Array, ""]], LossOutput]
+    kl: KLController
+    needs_reference: bool = False
+    critic: Literal["head", "separate"] | None = None  # the kind of value model, if any
+    needs_drift: bool = False  # Jacobian drift: Batch.drift and Scores.tangent_t
+    rescores_old: bool = False  # π_old is the policy before the updates, not the one that sampled
+    masks_dead_groups: bool = False  # groups of equal rewards get no weight
+    sampling_rounds: int = 1  # rollouts of an iteration at most, until all groups are alive

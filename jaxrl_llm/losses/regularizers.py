@@ -1,38 +1,25 @@
-"""Diagnostics and regularisers that stand beside the surrogate."""
+"""Regularisers that stand beside the surrogate."""
 
-import jax.numpy as jnp
+import jax
 from jaxtyping import Array, Float
 
-from jaxrl_llm.logprobs import kl_estimate
-from jaxrl_llm.masking import masked_max, masked_sum
-from jaxrl_llm.types import Batch, Scores, WeightedSum
 
+def jacobian_drift(
+    tangent_t: Float[Array, "*b T D"], old_tangent_t: Float[Array, "*b T D"], *, eps: float = 1e-8
+) -> Float[Array, "*b T"]:
+    """How much the Jacobian of the hidden states has changed along one random direction.
 
-def update_diagnostics(
-    scores: Scores, batch: Batch, *, clip_low: float, clip_high: float
-) -> tuple[dict[str, WeightedSum], dict[str, Float[Array, ""]], dict[str, Float[Array, ""]]]:
-    """How far the policy has moved from the one that sampled, and from the reference.
+      dₜ = ‖J_θ(e)u − J_old(e)u‖² / (‖J_old(e)u‖² + δ)
 
-    Returns:
-        Token averages (entropy, k1 and k3 to the reference, ratio, fraction of tokens whose
-        surrogate is cut at the lower and at the upper bound), maxima and minima.
+    J(e) is the derivative of the last hidden states with respect to the embeddings e of the
+    completion's tokens, both taken at the old policy's e; u is random on the completion's
+    positions. dₜ ≥ 0, and exactly 0 with gradient 0 at θ = θ_old.
+
+    Args:
+        tangent_t: J_θ(e)u at the position that predicts token t, differentiated.
+        old_tangent_t: J_old(e)u there; 0 at the first token, which only the prompt predicts.
+        eps: δ.
     """
-    logp_t, entropy_t = scores
-    mask, adv_t = batch.completions.loss_mask, batch.adv_t
-    gap_t = logp_t - batch.completions.logprobs
-    ratio_t = jnp.exp(gap_t)
-    of_tokens = {
-        "policy/entropy": entropy_t,
-        "policy/kl_k1": kl_estimate(logp_t, batch.ref_logp_t, "k1"),
-        "policy/kl_k3": kl_estimate(logp_t, batch.ref_logp_t, "k3"),
-        "policy/ratio_mean": ratio_t,
-        "policy/clip_fraction_low": (ratio_t < 1.0 - clip_low) & (adv_t < 0),
-        "policy/clip_fraction_high": (ratio_t > 1.0 + clip_high) & (adv_t > 0),
-    }
-    means = {name: masked_sum(x.astype(jnp.float32), mask) for name, x in of_tokens.items()}
-    maxima = {
-        "policy/ratio_max": masked_max(ratio_t, mask),
-        "policy/logprob_gap": masked_max(jnp.abs(gap_t), mask),
-    }
-    minima = {"policy/ratio_min": -masked_max(-ratio_t, mask)}
-    return means, maxima, minima
+    old_tangent_t = jax.lax.stop_gradient(old_tangent_t)
+    moved_t = ((tangent_t - old_tangent_t) ** 2).sum(-1)
+    return moved_t / ((old_tangent_t**2).sum(-1) + eps)

@@ -342,15 +342,40 @@ class LanguageModel:
         last = jnp.broadcast_to(last[:, None, None], (b, g, 1, last.shape[-1]))
         if t == 1:
             return last
-        fed = jax.tree.map(lambda x: x[..., :-1], completions)
-        causal = jnp.tril(jnp.ones((t - 1, t - 1), bool))[None, None]
-        context = Context(
-            rotation=self.completion_rotation(prompts, t - 1),
-            own_mask=causal & fed.attention_mask[:, :, None],
-            prefix_mask=prompts.mask,
+        hidden, _ = self.module.apply(
+            {"params": params},
+            completions.tokens[..., :-1],
+            prefix,
+            self.completion_context(prompts, completions),
         )
-        hidden, _ = self.module.apply({"params": params}, fed.tokens, prefix, context)
         return jnp.concatenate([last, hidden], axis=2)
+
+    def embed(self, params: Params, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+        """Embeddings of tokens, in the compute type."""
+        return params["embedding"][tokens].astype(self.config.dtype)
+
+    def completion_tangent(
+        self,
+        params: Params,
+        prompts: Prompts,
+        completions: Completions,
+        embeddings: Float[Array, "B G T D"],
+        direction: Float[Array, "B G T D"],
+    ) -> Float[Array, "B G T D"]:
+        """J·u: how the hidden states that predict each token move with the embeddings before it.
+
+        J is the derivative of `completion_hidden` with respect to the embeddings of the
+        completion's tokens, taken at `embeddings`; one forward-mode product, in float32.
+        """
+        _, prefix = self.prefill(params, prompts)
+        context = self.completion_context(prompts, completions)
+
+        def hidden(x):
+            apply = self.module.apply
+            return apply({"params": params}, x, prefix, context, method="backbone")[0]
+
+        _, tangent = jax.jvp(hidden, (embeddings[:, :, :-1],), (direction[:, :, :-1],))
+        return jnp.pad(tangent.astype(jnp.float32), ((0, 0), (0, 0), (1, 0), (0, 0)))
 
     def unstack(self, params: Params) -> list[Params]:
         """One tree of compute-type weights per layer, for a loop that decodes many times."""
@@ -370,7 +395,7 @@ class LanguageModel:
 
         Layers are unrolled: slicing stacked weights and caches costs more here than it saves.
         """
-        x = params["embedding"][tokens][:, :, None].astype(self.config.dtype)
+        x = self.embed(params, tokens)[:, :, None]
         written = []
         for layer, prefix, cache in zip(layers, prefixes, caches, strict=True):
             x, cache = self.block.apply({"params": layer}, x, prefix, cache, context)
@@ -385,6 +410,16 @@ class LanguageModel:
         positions = jnp.maximum(jnp.cumsum(prompts.mask, -1) - 1, 0)
         return Context(
             rotation(positions[:, None], self.config), (causal & prompts.mask[:, None])[:, None]
+        )
+
+    def completion_context(self, prompts: Prompts, completions: Completions) -> Context:
+        """For all completion tokens but the last, which predicts nothing, fed at once."""
+        t = completions.tokens.shape[-1] - 1
+        causal = jnp.tril(jnp.ones((t, t), bool))[None, None]
+        return Context(
+            rotation=self.completion_rotation(prompts, t),
+            own_mask=causal & completions.attention_mask[:, :, None, :-1],
+            prefix_mask=prompts.mask,
         )
 
     def completion_rotation(self, prompts: Prompts, t: int) -> Rotation:
