@@ -20,8 +20,8 @@ import tyro
 
 from jaxrl_llm.losses.grpo import grpo_loss
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
-from jaxrl_llm.sampling import SamplingConfig, sample
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
+from jaxrl_llm.sampling import SamplingConfig, sample
 from jaxrl_llm.training import make_update_step, score
 from jaxrl_llm.types import LossOutput, Prompts
 

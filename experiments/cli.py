@@ -1,6 +1,7 @@
 """The command line of every experiment: one dataclass in, one exit status out."""
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,9 @@ def run(config_type: type[C], main: Callable[[C], object], description: str | No
     JAX_COMPILATION_CACHE_DIR to move it. Exit status: 0 done, 2 bad input, 130 interrupted.
     """
     try:
-        config = tyro.cli(config_type, description=description)
+        # A paragraph of its own for each line of the list at the end.
+        paragraphs = re.sub(r"\n(?=(Command|Expected|Time) )", "\n\n", description or "")
+        config = tyro.cli(config_type, description=paragraphs)
         use_compilation_cache()
         finished = main(config)
     except ConfigError as error:

@@ -369,27 +369,27 @@ def report(
             f"{100 * sampling['filled']:.1f} % of the batch filled"
         )
     draw(experiment, folder, result.history, measured)
-    write_summary(
-        folder,
-        {
+
+    def spent(*stages: str) -> float:
+        """Seconds of the whole run, of all the processes it took."""
+        return sum(row.get(f"time/{stage}_seconds", 0.0) for row in timing for stage in stages)
+
+    is_new = result.compile_seconds > 0  # otherwise the run was found finished
+    if is_new or not folder.summary.exists():
+        summary = {
             "experiment": experiment,
             "before": {k: v for k, v in before.items() if k.startswith("eval/")},
             "after": {k: v for k, v in after.items() if k.startswith("eval/")},
             "final": after,
             "iterations": result.iteration,
             "sampling": sampling,
-            "training_seconds": sum(
-                value
-                for row in timing
-                for name, value in row.items()
-                if name in ("time/train_seconds", "time/evaluate_seconds")
-            ),
+            "training_seconds": spent("train", "evaluate"),
+            "run_seconds": spent("train", "evaluate", "compile", "checkpoint"),
             "wall_seconds": seconds,
             "compile_seconds": result.compile_seconds,
             "compiled_memory_mb": result.peak_memory_mb,
         }
-        | provenance(),
-    )
+        write_summary(folder, summary | provenance())
     print(f"{folder.path}: summary.json, plots/, metrics.jsonl, samples.jsonl, checkpoints/")
     print(
         f"wall time {seconds:.0f} s, compiling the iteration {result.compile_seconds:.0f} s of it"
@@ -451,5 +451,10 @@ def draw(
             metric="policy/kl_k3", label="nats per token", title="KL to the reference", smooth=10
         ),
         Panel(metric="reward/dead_groups", label="fraction", title="dead groups", smooth=10),
+        Panel(metric="kl/coef", label="β", title="KL coefficient"),
+        Panel(metric="value/explained_variance", label="fraction", title="explained variance"),
+        Panel(metric="rollout/rounds", label="rollouts", title="rollouts per iteration", smooth=10),
+        Panel(metric="policy/jacobian_drift", label="relative", title="Jacobian drift", smooth=10),
     ]
-    plot_curves(rows, folder.plots / "learning.png", panels, title=experiment)
+    moving = [p for p in panels if len({row[p.metric] for row in rows if p.metric in row}) > 1]
+    plot_curves(rows, folder.plots / "learning.png", moving or panels[:1], title=experiment)

@@ -1,6 +1,10 @@
-"""Claim: TODO
+"""Claim: DAPO makes a small policy that half knows Countdown much better, within minutes on a CPU.
 
-Todo:
+Clip-higher, token-level loss, dynamic sampling inside the compiled iteration and a soft penalty on
+the last two of ten tokens (https://arxiv.org/abs/2503.14476). The KL to the warm start is only
+logged. Switch parts off one by one: --algorithm.no-dynamic-sampling, --algorithm.overlong-cache 0,
+--algorithm.clip-high 0.2, --algorithm.aggregation sequence.
+
 Command   python -m experiments.dapo_countdown
 Expected  TODO
 Time      TODO
@@ -20,6 +24,7 @@ class Config(CountdownConfig):
 
     algorithm: DAPOConfig = DAPOConfig(kl_in="monitor", overlong_cache=2)
     sampling: SamplingConfig = SamplingConfig(max_tokens=10, block=3)
+    """How completions are drawn in training."""
 
 
 def main(config: Config) -> bool:

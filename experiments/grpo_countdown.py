@@ -1,9 +1,12 @@
-"""Claim: TODO
+"""Claim: GRPO makes a small policy that half knows Countdown much better, within minutes on a CPU.
 
-Todo:
+A policy of 0.37 million parameters is warm-started on solutions, then trained with Group Relative
+Policy Optimization (https://arxiv.org/abs/2402.03300) on fresh problems, and measured on problems
+that share no (target, numbers) with training.
+
 Command   python -m experiments.grpo_countdown
-Expected  TODO
-Time      TODO
+Expected  sampled accuracy +26 points, greedy +15 (seed 0), 95 % intervals apart
+Time      about 6 minutes on 2 CPU cores, the warm start included
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,9 @@
-"""Claim: TODO
+"""Claim: PPO with a value head makes a small policy much better at Countdown, within minutes.
 
-Todo:
+Every token has its own advantage, from a value model on the policy's hidden states by generalized
+advantage estimation; the KL to the warm start is charged to the reward
+(https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/2403.17031).
+
 Command   python -m experiments.ppo_countdown
 Expected  TODO
 Time      TODO
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from experiments import cli
 from experiments.countdown import CountdownConfig, run_countdown
 from jaxrl_llm.losses.ppo import PPOConfig
+from jaxrl_llm.training import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +22,9 @@ class Config(CountdownConfig):
     """PPO on Countdown."""
 
     algorithm: PPOConfig = PPOConfig(kl_coef=0.001, entropy_coef=0.003)
+    train: TrainConfig = TrainConfig(
+        iterations=300, prompts=128, group_size=8, minibatches=2, microbatches=2
+    )
 
 
 def main(config: Config) -> bool:

@@ -1,5 +1,6 @@
 """Learning curves as figures, drawn without a display."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,45 @@ def plot_curves(
         unused.remove()
     if title:
         figure.suptitle(title, fontsize=13, fontweight="bold")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Measurements of one run, to be compared with those of others."""
+
+    label: str
+    steps: Sequence[float]
+    seconds: Sequence[float]
+    values: Sequence[float]
+    lows: Sequence[float]
+    highs: Sequence[float]
+
+
+def plot_arms(
+    arms: Sequence[Arm], path: str | Path, *, title: str = "", label: str = "sampled accuracy"
+) -> None:
+    """Draw all arms with their intervals, against iterations and against training time."""
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03)
+    figure = Figure(figsize=(9.6, 3.8), layout=layout)
+    FigureCanvasAgg(figure)
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    for arm, marker in zip(arms, itertools.cycle("os^Dv<>P"), strict=False):
+        values, low, high = map(np.asarray, (arm.values, arm.lows, arm.highs))
+        errors = np.maximum((values - low, high - values), 0.0)
+        for axis, x in ((by_step, arm.steps), (by_time, arm.seconds)):
+            axis.errorbar(
+                x, values, errors, marker=marker, markersize=4.5, capsize=3, label=arm.label
+            )
+    by_step.set_ylabel(label)
+    by_step.set_xlabel("iteration")
+    by_time.set_xlabel("training time, s")
+    for axis in (by_step, by_time):
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+    by_time.legend(frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

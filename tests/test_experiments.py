@@ -1,3 +1,5 @@
+import dataclasses
+import importlib
 import json
 import os
 import signal
@@ -8,29 +10,34 @@ from pathlib import Path
 
 import pytest
 
-from experiments import cli, grpo_countdown
+from experiments import cli, compare_algorithms
 from jaxrl_llm.logging import read_rows
+from jaxrl_llm.losses.config import AlgorithmConfig
+from jaxrl_llm.losses.family import PRESETS
+from jaxrl_llm.trainer import RunConfig
+from jaxrl_llm.types import ConfigError
 
 ROOT = Path(__file__).parents[1]
+ARMS = ("ppo", "grpo", "dapo", "drgrpo", "gspo", "cispo", "rloo")
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "experiments.grpo_countdown", *arguments]
+def experiment(arm):
+    return importlib.import_module(f"experiments.{arm}_countdown")
 
 
-def invoke(monkeypatch, *arguments):
+def invoke(monkeypatch, arm, *arguments):
     """Run the command line in this process; returns its exit status."""
-    monkeypatch.setattr(sys, "argv", ["grpo_countdown", *arguments])
+    module = experiment(arm)
+    monkeypatch.setattr(sys, "argv", [f"{arm}_countdown", *arguments])
     monkeypatch.setattr(cli, "use_compilation_cache", lambda: None)
     with pytest.raises(SystemExit) as stopped:
-        cli.run(grpo_countdown.Config, grpo_countdown.main, grpo_countdown.__doc__)
+        cli.run(module.Config, module.main, module.__doc__)
     return stopped.value.code
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--train.group-size", "1"], "group_size=1"),
         (["--train.prompts", "30", "--train.minibatches", "4"], "multiple of 16"),
         (["--sampling.top-k", "5"], "leave top_k to evaluation"),
         (["--sampling.max-tokens", "0"], "max_tokens=0"),
@@ -41,7 +48,32 @@ def invoke(monkeypatch, *arguments):
 def test_bad_settings_are_one_line_and_exit_status_2(
     monkeypatch, capsys, tmp_path, arguments, told
 ):
-    status = invoke(monkeypatch, "--smoke", "--run.root", str(tmp_path / "runs"), *arguments)
+    refuse("grpo", arguments, told, monkeypatch, capsys, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arm", "arguments", "told"),
+    [
+        ("grpo", ["--train.group-size", "1"], "set group_size=8"),
+        ("grpo", ["--algorithm.kl-target", "0.01"], "kl_schedule=adaptive or linear"),
+        ("dapo", ["--algorithm.kl-schedule", "linear"], "there is no KL to steer"),
+        ("dapo", ["--algorithm.kl-coef", "0.1"], "kl_in=loss"),
+        ("dapo", ["--algorithm.max-sampling-rounds", "1"], "nothing would be sampled again"),
+        ("dapo", ["--algorithm.overlong-cache", "10"], "every completion would be penalised"),
+        ("ppo", ["--algorithm.grad-reg-coeff", "0.05", "--train.minibatches", "1"], "epochs=2"),
+        ("cispo", ["--algorithm.dual-clip", "3"], "surrogate=clipped"),
+        ("grpo", ["--paper", "--algorithm.clip-high", "0.3"], "leave it out"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused_with_the_way_out(
+    monkeypatch, capsys, tmp_path, arm, arguments, told
+):
+    refuse(arm, arguments, told, monkeypatch, capsys, tmp_path)
+
+
+def refuse(arm, arguments, told, monkeypatch, capsys, tmp_path):
+    # Without --smoke, which has sizes of its own.
+    status = invoke(monkeypatch, arm, "--run.root", str(tmp_path / "runs"), *arguments)
     error = capsys.readouterr().err
     assert status == 2
     assert told in error
@@ -54,26 +86,59 @@ def test_a_foreign_folder_is_refused_and_left_as_it_was(monkeypatch, capsys, tmp
     folder = tmp_path / "grpo_countdown" / "smoke"
     folder.mkdir(parents=True)
     (folder / "thesis.txt").write_text("three years of work")
-    assert invoke(monkeypatch, "--smoke", "--run.root", str(tmp_path)) == 2
+    assert invoke(monkeypatch, "grpo", "--smoke", "--run.root", str(tmp_path)) == 2
     assert "not a run's folder" in capsys.readouterr().err
     assert [p.name for p in folder.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_axis_is_on_every_command_line(monkeypatch, capsys, arm):
+    monkeypatch.setenv("COLUMNS", "90")  # wider ones put sections side by side
+    assert invoke(monkeypatch, arm, "--help") == 0
+    axes = capsys.readouterr().out.split("algorithm options")[1].split("eval options")[0]
+    fields = dataclasses.fields(AlgorithmConfig)
+    for field in fields:
+        assert f"--algorithm.{field.name.replace('_', '-')}" in axes
+    assert axes.count("(default:") == len(fields)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_paper_flag_gives_the_published_settings(arm):
+    config = experiment(arm).Config(paper=True).resolved()
+    published = PRESETS[arm]()
+    if arm == "dapo":
+        assert config.algorithm.overlong_cache == config.sampling.max_tokens // 5
+        published = dataclasses.replace(published, overlong_cache=2)
+    assert config.algorithm == published
+
+
+def test_all_experiments_share_the_warm_start():
+    warm_starts = {experiment(arm).Config().warm_start for arm in ARMS}
+    assert len(warm_starts) == 1
+
+
+def test_a_comparison_of_unknown_arms_names_the_known_ones():
+    with pytest.raises(ConfigError, match="no experiment for a2c; expected some of ppo, grpo"):
+        compare_algorithms.Config(arms=("ppo", "a2c"))
+
+
 @pytest.mark.slow
-def test_the_smoke_run_leaves_everything_it_promises_and_survives_kill_9(tmp_path):
+@pytest.mark.parametrize("arm", ["grpo", "dapo"])
+def test_the_smoke_run_leaves_everything_it_promises_and_survives_kill_9(tmp_path, arm):
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
 
     def start(root):
         arguments = ["--smoke", "--run.root", str(root), "--run.quiet"]
+        command = [sys.executable, "-m", f"experiments.{arm}_countdown", *arguments]
         return subprocess.Popen(
-            command(*arguments), cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
         )
 
     whole = start(tmp_path / "whole")
     printed, _ = whole.communicate()
     assert whole.returncode == 0
     assert "held-out accuracy" in printed
-    folder = tmp_path / "whole" / "grpo_countdown" / "smoke"
+    folder = tmp_path / "whole" / f"{arm}_countdown" / "smoke"
     assert {p.name for p in folder.iterdir()} >= {
         "config.json", "metrics.jsonl", "timing.jsonl", "samples.jsonl", "checkpoints", "plots",
         "summary.json",
@@ -84,7 +149,7 @@ def test_the_smoke_run_leaves_everything_it_promises_and_survives_kill_9(tmp_pat
     assert max(row["policy/logprob_gap"] for row in read_rows(folder / "metrics.jsonl")[1:]) < 1e-5
 
     killed = start(tmp_path / "killed")
-    metrics = tmp_path / "killed" / "grpo_countdown" / "smoke" / "metrics.jsonl"
+    metrics = tmp_path / "killed" / f"{arm}_countdown" / "smoke" / "metrics.jsonl"
     while not (metrics.exists() and len(read_rows(metrics)) > 1) and killed.poll() is None:
         time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
@@ -93,3 +158,20 @@ def test_the_smoke_run_leaves_everything_it_promises_and_survives_kill_9(tmp_pat
     again.communicate()
     assert again.returncode == 0
     assert metrics.read_bytes() == (folder / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_comparison_runs_its_arms_and_finds_them_again(tmp_path, capsys):
+    run = RunConfig(root=tmp_path, quiet=True)
+    config = compare_algorithms.Config(arms=("rloo", "dapo"), run=run, smoke=True)
+    assert compare_algorithms.main(config)
+    folder = tmp_path / "compare_algorithms" / "smoke"
+    table = (folder / "table.md").read_text()
+    assert table in capsys.readouterr().out
+    assert [line.split("|")[1].strip() for line in table.splitlines()[2:]] == ["rloo", "dapo"]
+    rows = json.loads((folder / "table.json").read_text())
+    assert rows[1]["sampling"]["extra_completions"] > 0
+    assert rows[1]["sampling"]["extra_seconds"] > 0
+    assert rows[0]["sampling"]["extra_completions"] == 0
+    assert compare_algorithms.main(config)
+    assert (folder / "table.md").read_text() == table

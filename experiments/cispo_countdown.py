@@ -1,0 +1,35 @@
+"""Claim: Truncated importance weights that cut no token's gradient learn Countdown.
+
+CISPO (https://arxiv.org/abs/2506.13585) with two updates per rollout, so that its weights move. The
+KL to the warm start is only logged.
+
+Command   python -m experiments.cispo_countdown
+Expected  TODO
+Time      TODO
+"""
+
+from dataclasses import dataclass
+
+from experiments import cli
+from experiments.countdown import CountdownConfig, run_countdown
+from jaxrl_llm.losses.family import CISPOConfig
+from jaxrl_llm.training import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(CountdownConfig):
+    """CISPO on Countdown."""
+
+    algorithm: CISPOConfig = CISPOConfig(kl_in="monitor")
+    train: TrainConfig = TrainConfig(
+        iterations=460, prompts=128, group_size=8, minibatches=2, microbatches=2
+    )
+    """Sizes and order of the updates."""
+
+
+def main(config: Config) -> bool:
+    return run_countdown("cispo_countdown", config.resolved())
+
+
+if __name__ == "__main__":
+    cli.run(Config, main, __doc__)

@@ -1,0 +1,30 @@
+"""Claim: GRPO learns Countdown without its two normalisations too.
+
+Dr. GRPO (https://arxiv.org/abs/2503.20783) neither divides advantages by the group's standard
+deviation nor losses by the completion's length. The KL to the warm start is only logged.
+
+Command   python -m experiments.drgrpo_countdown
+Expected  TODO
+Time      TODO
+"""
+
+from dataclasses import dataclass
+
+from experiments import cli
+from experiments.countdown import CountdownConfig, run_countdown
+from jaxrl_llm.losses.family import DrGRPOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(CountdownConfig):
+    """Dr. GRPO on Countdown."""
+
+    algorithm: DrGRPOConfig = DrGRPOConfig(kl_in="monitor")
+
+
+def main(config: Config) -> bool:
+    return run_countdown("drgrpo_countdown", config.resolved())
+
+
+if __name__ == "__main__":
+    cli.run(Config, main, __doc__)

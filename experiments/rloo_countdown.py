@@ -1,0 +1,30 @@
+"""Claim: Plain REINFORCE against the mean of the other samples learns Countdown.
+
+RLOO (https://arxiv.org/abs/2402.14740): no clip, no value model, one update per rollout, the KL to
+the warm start in the reward.
+
+Command   python -m experiments.rloo_countdown
+Expected  TODO
+Time      TODO
+"""
+
+from dataclasses import dataclass
+
+from experiments import cli
+from experiments.countdown import CountdownConfig, run_countdown
+from jaxrl_llm.losses.family import RLOOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(CountdownConfig):
+    """RLOO on Countdown."""
+
+    algorithm: RLOOConfig = RLOOConfig(kl_coef=0.001)
+
+
+def main(config: Config) -> bool:
+    return run_countdown("rloo_countdown", config.resolved())
+
+
+if __name__ == "__main__":
+    cli.run(Config, main, __doc__)
