@@ -144,8 +144,9 @@ def policy_loss(
         )
         loss_t += config.value_coef * logged["value/loss"]
     if scores.tangent_t is not None:
+        tangents = scores.tangent_t, batch.drift.old_tangent_t
         logged["policy/jacobian_drift"] = jacobian_drift(
-            scores.tangent_t, batch.drift.old_tangent_t
+            *(jnp.where(mask[..., None], x, 0.0) for x in tangents)
         )
         loss_t += config.grad_reg_coeff * logged["policy/jacobian_drift"]
 
