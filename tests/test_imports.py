@@ -4,8 +4,12 @@ import sys
 
 def test_the_mathematics_imports_neither_flax_nor_optax():
     program = """
-import sys
-import jaxrl_llm.losses.grpo, jaxrl_llm.advantages, jaxrl_llm.logprobs, jaxrl_llm.masking
+import pkgutil, sys
+import jaxrl_llm.losses
+import jaxrl_llm.advantages, jaxrl_llm.controllers, jaxrl_llm.logprobs, jaxrl_llm.masking
+for module in pkgutil.iter_modules(jaxrl_llm.losses.__path__, "jaxrl_llm.losses."):
+    __import__(module.name)
+assert "jaxrl_llm.losses.family" in sys.modules
 print(sorted({"flax", "optax", "gymnax"} & set(sys.modules)))
 """
     done = subprocess.run(
