@@ -57,7 +57,7 @@ def pass_at_k(is_correct: Bool[np.ndarray, "N S"], k: int) -> Float[np.ndarray, 
     """
     n_samples = is_correct.shape[1]
     wrong = n_samples - is_correct.sum(1)
-    return 1.0 - special.comb(wrong, k) / special.comb(n_samples, k)
+    return 1.0 - np.asarray(special.comb(wrong, k)) / special.comb(n_samples, k)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """AdamW for policies and value models."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
@@ -64,7 +64,7 @@ def make_optimizer(
         value_rate: learning rate of `Trained.critic`, in units of the policy's.
     """
 
-    def scale_critic(updates: Trained, params: Trained) -> Trained:
+    def scale_critic(updates: Any, params: Any) -> Any:
         return updates._replace(critic=jax.tree.map(lambda x: value_rate * x, updates.critic))
 
     inner = optax.chain(
@@ -81,6 +81,6 @@ def make_optimizer(
     return optax.apply_if_finite(inner, max_consecutive_errors=2**31 - 2)
 
 
-def skipped_updates(opt_state: optax.ApplyIfFiniteState) -> Int[Array, ""]:
+def skipped_updates(opt_state: Any) -> Int[Array, ""]:
     """How many updates have been skipped for a non-finite gradient."""
     return opt_state.total_notfinite

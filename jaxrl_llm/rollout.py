@@ -52,6 +52,7 @@ def make_rollout(
 
     def rollout(params: Params, key: Key[Array, ""]) -> Rollout:
         reset_key, sample_key, step_key = jax.random.split(key, 3)
+        observed: Any
         observed, states = jax.vmap(env.reset_env, in_axes=(0, None))(
             row_keys(reset_key, prompts), env_params
         )

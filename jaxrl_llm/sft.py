@@ -1,5 +1,6 @@
 """Supervised fine-tuning: the warm start that gives reinforcement learning something to reward."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -90,8 +91,7 @@ def make_sft_step(
         trained, opt_state, metrics = update(Trained(state.params), state.opt_state, batch)
         metrics["optimizer/skipped_updates"] = skipped_updates(opt_state)
         metrics["sft/tokens"] = batch.mask.sum()
-        return state.replace(
-            params=trained.policy, opt_state=opt_state, iteration=state.iteration + 1
-        ), metrics
+        changed = dict(params=trained.policy, opt_state=opt_state, iteration=state.iteration + 1)
+        return dataclasses.replace(state, **changed), metrics
 
     return step

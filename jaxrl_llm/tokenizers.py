@@ -18,8 +18,8 @@ class TokenBytes(NamedTuple):
     Special tokens (padding, end) stand for no bytes: length 0.
     """
 
-    table: UInt8[Array, "V M"]
-    length: Int[Array, "V"]
+    table: UInt8[Array | np.ndarray, "V M"]
+    length: Int[Array | np.ndarray, "V"]
 
 
 class Tokenizer(Protocol):

@@ -128,7 +128,7 @@ def train(
 
     def is_evaluation_due(before: int, now: int) -> bool:
         crossed = evaluate_every and now // evaluate_every > before // evaluate_every
-        return evaluate is not None and bool(crossed or now == total)
+        return bool(crossed or now == total)
 
     with (
         Interrupt() as interrupt,
@@ -146,6 +146,7 @@ def train(
                     measured = evaluate(state.params)
                 log.write(0, measured.metrics, timer.take())
                 log.write_samples(0, measured.samples)
+            figures: dict[str, str] = {}
             bar = tqdm(total=total, initial=done, disable=run.quiet, unit="it", leave=False)
             while done < total and not interrupt.requested:
                 length = min(per_call, total - done)
@@ -162,7 +163,7 @@ def train(
                 }
                 staged = {}
                 rows = [{name: x[i] for name, x in metrics.items()} for i in range(length)]
-                if is_evaluation_due(before, done):
+                if evaluate is not None and is_evaluation_due(before, done):
                     with timer("evaluate"):
                         measured = evaluate(state.params)
                     rows[-1] |= measured.metrics
@@ -174,7 +175,7 @@ def train(
                     with timer("checkpoint"):
                         log.sync()
                         checkpoints.save(done, state)
-                show(bar, rows, shown, timing, length)
+                show(bar, figures, rows, shown, timing)
             bar.close()
     params = jax.tree.map(np.asarray, state.params)
     return RunResult(
@@ -227,14 +228,17 @@ def peak_memory(compiled: Any) -> float:
 
 
 def show(
-    bar: tqdm, rows: list[dict[str, Any]], shown: Sequence[str], timing: dict, length: int
+    bar: tqdm,
+    figures: dict[str, str],
+    rows: list[dict[str, Any]],
+    shown: Sequence[str],
+    timing: dict[str, float],
 ) -> None:
-    """Advance the bar and put the newest figures on it."""
+    """Advance the bar and put the newest figures on it; `figures` keeps those of earlier calls."""
     latest = {name: row[name] for row in rows for name in shown if name in row}
-    earlier = getattr(bar, "figures", {})
-    bar.figures = earlier | {name.split("/")[0]: f"{x:.3f}" for name, x in latest.items()}
-    bar.set_postfix(bar.figures | {"tok/s": f"{timing['time/tokens_per_second']:,.0f}"})
-    bar.update(length)
+    figures.update({name.split("/")[0]: f"{x:.3f}" for name, x in latest.items()})
+    bar.set_postfix(figures | {"tok/s": f"{timing['time/tokens_per_second']:,.0f}"})
+    bar.update(len(rows))
 
 
 def count_parameters(params: Params) -> int:

@@ -1,5 +1,6 @@
 """From rollout to a better policy: the update step and the iteration, one pure function each."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -77,9 +78,12 @@ def accumulate_gradient(
             return jax.tree.map(jnp.add, grads, part_grads), out
 
         grads, outs = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), parts)
-        sums = jax.tree.map(lambda x: x.sum(0), (outs.loss, outs.means))
-        maxima = jax.tree.map(lambda x: x.max(0), outs.maxima)
-        out = LossOutput(*sums, maxima, jax.tree.map(lambda x: x.min(0), outs.minima))
+        out = LossOutput(
+            loss=jax.tree.map(lambda x: x.sum(0), outs.loss),
+            means=jax.tree.map(lambda x: x.sum(0), outs.means),
+            maxima=jax.tree.map(lambda x: x.max(0), outs.maxima),
+            minima=jax.tree.map(lambda x: x.min(0), outs.minima),
+        )
     loss = out.loss.psum(axis_name)
     scale = 1.0 / jnp.where(loss.weight > 0, loss.weight, 1.0)
     maxima, minima = out.maxima, out.minima
@@ -127,7 +131,7 @@ class TrainState:
     iteration: Int[Array, ""]
     critic: Params | None = None  # the value model, where the algorithm has one
     lagged_params: Params | None = None  # the policy that samples, where it is an iteration old
-    kl: KLState | None = None  # of the KL controller
+    kl: KLState | None = None  # of the KL controller; None in supervised training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,10 +253,11 @@ def init_state(
 
     critic = None
     if algorithm is not None and algorithm.critic is not None:
+        assert model is not None, "a value model is made for a policy: pass model"
         critic = critics.init_critic(algorithm.critic, model, params)
     return TrainState(
         params=params,
-        opt_state=optimizer.init(Trained(params, critic)),
+        opt_state=optimizer.init(Trained(params, critic)),  # type: ignore[arg-type]
         ref_params=copy(algorithm is not None and algorithm.needs_reference),
         key=key,
         iteration=jnp.int32(0),
@@ -309,6 +314,7 @@ def make_iteration(
     def iteration(state: TrainState) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.iteration)
         rollout_key, order_key, drift_key = jax.random.split(key, 3)
+        assert state.kl is not None, "the state is one of supervised training: pass algorithm"
         kl_coef = state.kl.coef
         rolled, drawn_metrics = draw(sampling_params(state), rollout_key)
         batch = prepare(state, rolled, drift_key)
@@ -337,13 +343,14 @@ def make_iteration(
         metrics["optimizer/skipped_updates"] = skipped_updates(opt_state)
         if algorithm.needs_reference:
             metrics["kl/coef"] = kl_coef
-        new_state = state.replace(
+        new_state = dataclasses.replace(
+            state,
             params=trained.policy,
             critic=trained.critic,
             opt_state=opt_state,
             iteration=state.iteration + 1,
             lagged_params=None if state.lagged_params is None else state.params,
-            kl=algorithm.kl.update(state.kl, metrics.get("kl/rollout", jnp.float32(0))),
+            kl=algorithm.kl.update(state.kl, metrics.get("kl/rollout", jnp.zeros(()))),
         )
         return new_state, metrics
 
@@ -372,14 +379,17 @@ def make_draw(
 
 def batch_metrics(batch: Batch, axis_name: str | None) -> Metrics:
     """What was known before the updates: advantages, KL of the rollout, quality of the values."""
-    mask = batch.completions.loss_mask
-    mean_square = masked_sum(batch.adv_t**2, mask).mean(axis_name)
-    mean = masked_sum(batch.adv_t, mask).mean(axis_name)
+    mask, adv_t = batch.completions.loss_mask, batch.adv_t
+    assert adv_t is not None
+    mean_square = masked_sum(adv_t**2, mask).mean(axis_name)
+    mean = masked_sum(adv_t, mask).mean(axis_name)
     metrics = {"advantage/std": jnp.sqrt(jnp.maximum(mean_square - mean**2, 0.0))}
     if batch.ref_logp_t is not None:
-        kl_t = kl_estimate(*(jnp.where(mask, x, 0.0) for x in (batch.old_logp_t, batch.ref_logp_t)))
+        kl_t = kl_estimate(
+            jnp.where(mask, batch.old_logp_t, 0.0), jnp.where(mask, batch.ref_logp_t, 0.0)
+        )
         metrics["kl/rollout"] = masked_sum(kl_t, mask).mean(axis_name)
-    if batch.value_t is not None:
+    if batch.value_t is not None and batch.return_t is not None:
         metrics["value/mean"] = masked_sum(batch.value_t, mask).mean(axis_name)
         metrics["value/explained_variance"] = explained_variance(
             batch.value_t, batch.return_t, mask, axis_name=axis_name

@@ -4,6 +4,7 @@ A gymnax environment that runs wholly on the device. An episode is one problem, 
 completion. Problems are told apart, and held out, by their key (target, sorted numbers).
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from itertools import combinations
@@ -96,7 +97,7 @@ def countdown_params(preset: str = "small", **overrides: int | float) -> EnvPara
             f"unknown Countdown parameters {unknown}: expected some of "
             f"{', '.join(EnvParams.__dataclass_fields__)}"
         )
-    return _PRESETS[preset].replace(**overrides)
+    return dataclasses.replace(_PRESETS[preset], **overrides)
 
 
 class Countdown(environment.Environment):
@@ -200,7 +201,7 @@ class Countdown(environment.Environment):
         }
         return (
             self.render(state.numbers, state.target),
-            state.replace(time=state.time + 1),
+            dataclasses.replace(state, time=state.time + 1),
             reward.astype(jnp.float32),
             jnp.array(True),
             {name: claim.astype(jnp.float32) for name, claim in claims.items()},
@@ -364,7 +365,7 @@ def sft_examples(
     Raises:
         ConfigError: a solution is longer than `max_completion`, or a solvable problem is not found.
     """
-    problems = _draw_many(env, params.replace(split=TRAIN), seed=seed, n=n)
+    problems = _draw_many(env, dataclasses.replace(params, split=TRAIN), seed=seed, n=n)
     prompts = jax.device_get(jax.jit(jax.vmap(env.render))(problems.numbers, problems.target))
     tokens = np.full((n, max_completion), env.tokenizer.pad_id, np.int32)
     mask = np.zeros((n, max_completion), bool)
@@ -501,7 +502,7 @@ def _encode_integers(tokenizer: Tokenizer, largest: int) -> Prompts:
     mask = np.arange(lengths.max())[None, :] < lengths[:, None]
     tokens = np.zeros(mask.shape, np.int32)
     tokens[mask] = np.concatenate(encoded)
-    return Prompts(tokens, mask)
+    return Prompts(jnp.asarray(tokens), jnp.asarray(mask))
 
 
 def _single_token(tokenizer: Tokenizer, character: str) -> int:

@@ -15,7 +15,11 @@ GROUP_RELATIVE = ("group_normalized", "group_centered", "leave_one_out")
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """The axes: any combination that can work does, the others are refused with the way out."""
+    """The axes: any combination that can work does, the others are refused with the way out.
+
+    Numbers such as 2402.03300 are arXiv identifiers. Each option names, in brackets, the choices or
+    options that it belongs to, where it does not matter for all.
+    """
 
     advantage: Advantage = "group_normalized"
     """What a completion is compared with. group_normalized: its group's mean, in units of the

@@ -57,7 +57,7 @@ def with_advantages(
             mask.sum(-1), max_length=mask.shape[-1], cache=config.overlong_cache
         )
     penalty_t = jnp.zeros(mask.shape)
-    if config.kl_in == "reward" and config.trains_kl:
+    if config.kl_in == "reward" and batch.ref_logp_t is not None:
         kl_t = kl_estimate(completions.logprobs, batch.ref_logp_t, config.kl_estimator)
         penalty_t = kl_coef * jnp.where(mask, kl_t, 0.0)
 
@@ -65,6 +65,7 @@ def with_advantages(
     if config.advantage in ("gae", "reward_to_go"):
         reward_t = token_rewards(rewards, mask) - penalty_t
         if config.advantage == "gae":
+            assert batch.value_t is not None, "gae needs the predictions of a value model"
             adv_t = gae(reward_t, batch.value_t, mask, gamma=config.gamma, lam=config.gae_lambda)
             return_t = adv_t + batch.value_t
         else:
@@ -106,6 +107,7 @@ def policy_loss(
     )
     behavior_logp_t = sampled(batch.completions.logprobs)
     adv_t = batch.adv_t
+    assert adv_t is not None, "estimate the advantages first: algorithm.advantages(batch, ...)"
     ratio_t = importance_ratio(logp_t, old_logp_t, mask, config.ratio)
     logged = {"policy/entropy": entropy_t, "policy/ratio_mean": ratio_t}
     logged |= clip_fractions(ratio_t, adv_t, config)
@@ -143,7 +145,7 @@ def policy_loss(
             value_t, old_value_t, return_t, clip=config.value_clip
         )
         loss_t += config.value_coef * logged["value/loss"]
-    if scores.tangent_t is not None:
+    if scores.tangent_t is not None and batch.drift is not None:
         tangents = scores.tangent_t, batch.drift.old_tangent_t
         logged["policy/jacobian_drift"] = jacobian_drift(
             *(jnp.where(mask[..., None], x, 0.0) for x in tangents)
@@ -181,7 +183,7 @@ def make_controller(config: AlgorithmConfig, iterations: int) -> KLController:
         return controllers.linear(
             config.kl_coef, iterations, target=config.kl_target, horizon=config.kl_horizon
         )
-    if config.kl_schedule == "adaptive":
+    if config.kl_schedule == "adaptive" and config.kl_target is not None:
         return controllers.adaptive(
             config.kl_coef, target=config.kl_target, horizon=config.kl_horizon
         )

@@ -111,12 +111,13 @@ def attend(
         (scores("bkrgse,bkgue->bkrgsu", own.keys, own_mask[:, None, None]), own.values, "bkgue")
     ]
     if prefix is not None:
+        assert prefix_mask is not None
         mask = prefix_mask[:, None, None, None, None]
         parts.append((scores("bkrgse,bkue->bkrgsu", prefix.keys, mask), prefix.values, "bkue"))
     top = jax.lax.stop_gradient(
         jnp.stack([part.max(-1, keepdims=True) for part, _, _ in parts]).max(0)
     )
-    numerator, denominator = 0.0, 0.0
+    numerator, denominator = jnp.float32(0), jnp.float32(0)
     for part, values, axes in parts:
         weights = jnp.exp(part - top)
         denominator += weights.sum(-1, keepdims=True)
@@ -210,9 +211,11 @@ class Block(nn.Module):
         normed = RMSNorm(config.norm_eps, name="attention_norm")(x)
         queries, own = self.project(normed, context.rotation)
         if cache is not None:
+            write_at = context.write_at
+            assert write_at is not None
             own = jax.tree.map(
                 lambda old, new: jax.lax.dynamic_update_slice_in_dim(
-                    old, new.astype(old.dtype), context.write_at, axis=3
+                    old, new.astype(old.dtype), write_at, axis=3
                 ),
                 cache,
                 own,
@@ -277,7 +280,7 @@ class Transformer(nn.Module):
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, 0, nn.broadcast),
+            in_axes=(0, 0, nn.broadcast),  # type: ignore[arg-type]
             length=config.layers,
             unroll=config.scan_unroll,
         )(config)
@@ -328,9 +331,10 @@ class LanguageModel:
             The hidden state that predicts the first completion token, and the keys and values of
             all layers `[L, B, K, P, E]`.
         """
-        hidden, own = self.module.apply(
+        out: Any = self.module.apply(
             {"params": params}, prompts.tokens[:, None], None, self.prompt_context(prompts)
         )
+        hidden, own = out
         return hidden[:, 0, -1], jax.tree.map(lambda x: x[:, :, :, 0], own)
 
     def completion_hidden(
@@ -401,7 +405,8 @@ class LanguageModel:
             x, cache = self.block.apply({"params": layer}, x, prefix, cache, context)
             written.append(cache)
         final_norm = RMSNorm(self.config.norm_eps)
-        return final_norm.apply({"params": params["final_norm"]}, x)[:, :, 0], written
+        hidden: Any = final_norm.apply({"params": params["final_norm"]}, x)
+        return hidden[:, :, 0], written
 
     def prompt_context(self, prompts: Prompts) -> Context:
         """A prompt is a group of one that attends to itself, causally."""
