@@ -269,21 +269,21 @@ def test_no_gradient_reaches_what_was_fixed_before_the_updates(scores, batch, re
 # --- What is logged, and what the training loop is told.
 
 
-# One completion of each ratio 0.5, 1, 1.5, 5 for Â = 1, and again for Â = −1: the fractions cut.
+# A completion of each ratio 0.5, 1, 1.5, 5, twice for Â = 1 and once for Â = −1: the fractions cut.
 @pytest.mark.parametrize(
     ("settings", "low", "high"),
     [
-        (dict(), 1 / 8, 2 / 8),
-        (dict(dual_clip=3.0), 1 / 8, 3 / 8),
-        (dict(surrogate="cispo"), 0.0, 4 / 8),
+        (dict(), 1 / 12, 4 / 12),
+        (dict(dual_clip=3.0), 1 / 12, 5 / 12),
+        (dict(surrogate="cispo"), 0.0, 6 / 12),
         (dict(surrogate="unclipped"), 0.0, 0.0),
     ],
 )
 def test_diagnostics_count_what_the_surrogate_cuts(settings, low, high):
-    mask, zero_t = jnp.ones((2, 4, 1), bool), jnp.zeros((2, 4, 1))
-    adv_t = jnp.broadcast_to(jnp.array([1.0, -1.0])[:, None, None], (2, 4, 1))
-    completions = Completions(jnp.zeros((2, 4, 1), int), mask, mask, zero_t)
-    log_ratio_t = jnp.broadcast_to(jnp.log(jnp.array([0.5, 1.0, 1.5, 5.0]))[:, None], (2, 4, 1))
+    mask, zero_t = jnp.ones((3, 4, 1), bool), jnp.zeros((3, 4, 1))
+    adv_t = jnp.broadcast_to(jnp.array([1.0, 1.0, -1.0])[:, None, None], (3, 4, 1))
+    completions = Completions(jnp.zeros((3, 4, 1), int), mask, mask, zero_t)
+    log_ratio_t = jnp.broadcast_to(jnp.log(jnp.array([0.5, 1.0, 1.5, 5.0]))[:, None], (3, 4, 1))
     algorithm = make_algorithm(AlgorithmConfig(**settings), iterations=1)
     out = algorithm.loss(
         Scores(log_ratio_t, zero_t + 0.7),
