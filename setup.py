@@ -9,6 +9,7 @@ readme = Path(__file__).with_name("README.md")
 test = [
     "pytest>=9.0",
     "pytest-xdist>=3.8",
+    "rlax>=0.1.9",  # a second opinion on GAE and the clipped loss
     "tensorboard>=2.21",  # reads back the events that tensorboardX wrote
 ]
 

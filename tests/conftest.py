@@ -94,7 +94,8 @@ def bandit(toy):
 def begin(toy, toy_params):
     """`begin(config, rollout, iterations)` returns a first state and the pure iteration."""
 
-    def of(config, rollout, iterations, *, learning_rate=5e-3, temperature=1.0, **settings):
+    def of(config, rollout, iterations, *, learning_rate=5e-3, **settings):
+        mapped = {n: settings.pop(n) for n in ("temperature", "axis_name") if n in settings}
         sizes = {"prompts": 6, "group_size": 8, "microbatches": 1} | settings
         train = TrainConfig(iterations=iterations, **sizes)
         algorithm = make_algorithm(config, iterations=iterations)
@@ -111,7 +112,7 @@ def begin(toy, toy_params):
             algorithm=algorithm,
             rollout_lag=train.rollout_lag,
         )
-        step = make_iteration(rollout, toy, algorithm, optimizer, train, temperature=temperature)
+        step = make_iteration(rollout, toy, algorithm, optimizer, train, **mapped)
         return state, step
 
     return of

@@ -21,8 +21,6 @@ from jaxrl_llm.types import Completions, Prompts
 
 TOKENIZER = arithmetic_tokenizer()
 ENV = Countdown(TOKENIZER, max_completion=8)
-
-
 MODEL = LanguageModel(ModelConfig(width=16, layers=1, heads=2), TOKENIZER.vocab_size)
 
 
@@ -87,7 +85,7 @@ def decreed(rounds):
     """
     alive = jnp.array(rounds, jnp.float32)
 
-    def rollout(base, key):
+    def rollout(_, key):
         # What fold_in(base key, r) draws tells the round.
         r = jnp.argmax(
             jnp.array([jnp.all(jax.random.key_data(key) == data) for data in ROUND_KEYS])

@@ -1,220 +1,142 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxrl_llm.logprobs import logprob_and_entropy
-from jaxrl_llm.losses.grpo import GRPOConfig, grpo, grpo_loss
-from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
-from jaxrl_llm.rollout import Rollout, row_keys
-from jaxrl_llm.sampling import SamplingConfig, sample
+from jaxrl_llm.losses.dapo import DAPOConfig
+from jaxrl_llm.losses.family import PRESETS
+from jaxrl_llm.losses.grpo import GRPOConfig
+from jaxrl_llm.losses.objective import make_algorithm
+from jaxrl_llm.losses.ppo import PPOConfig
 from jaxrl_llm.training import (
-    OptimizerConfig,
     TrainConfig,
     accumulate_gradient,
-    init_state,
-    make_iteration,
-    make_optimizer,
-    make_schedule,
     minibatch_order,
     scan_iterations,
-    skipped_updates,
     split_leading,
 )
 from jaxrl_llm.types import Batch, ConfigError, LossOutput, Scores, WeightedSum
 
+EVERYTHING = PPOConfig(
+    value_model="separate",
+    kl_schedule="adaptive",
+    kl_target=0.01,
+    importance_cap=2.0,
+    grad_reg_coeff=0.05,
+    entropy_coef=0.01,
+)
 
-@pytest.fixture
-def batch(prompts, completions):
-    """Four prompts of ragged completions with random advantages."""
-    prompts, completions = jax.tree.map(lambda x: x[:4], (prompts, completions))
-    adv_t = jax.random.normal(jax.random.key(0), completions.tokens.shape)
-    return Batch(prompts, completions, adv_t, completions.logprobs - 0.1)
 
+# However the batch is cut.
 
 TABLE = jax.random.normal(jax.random.key(1), (23, 23))
+BETA = jnp.float32(0.3)
 
 
-def objective_of(**settings):
-    """GRPO's loss of a policy that draws each token from a row of a table."""
+@pytest.fixture(scope="module")
+def batch(prompts, completions):
+    """Four prompts of ragged completions, with what any algorithm may ask for."""
+    prompts, completions = jax.tree.map(lambda x: x[:4], (prompts, completions))
+    noise = jax.random.normal(jax.random.key(0), (2, *completions.tokens.shape))
+    return Batch(
+        prompts,
+        completions,
+        old_logp_t=completions.logprobs,
+        ref_logp_t=completions.logprobs - 0.1 * noise[0],
+        value_t=noise[1],
+    )
+
+
+REWARDS = jax.random.uniform(jax.random.key(5), (4, 4)).at[0].set(0.1)
+
+
+def table_objective(algorithm):
+    """The loss of a policy that draws each token, and predicts its value, from a row of a table."""
 
     def objective(table, batch):
         tokens = batch.completions.tokens
-        logits = table[jnp.roll(tokens, 1, axis=-1)]
-        scores = Scores(*logprob_and_entropy(logits, tokens))
-        return grpo_loss(scores, batch, GRPOConfig(entropy_coef=0.1, **settings))
+        row = table[jnp.roll(tokens, 1, axis=-1)]
+        value_t = row[..., 0] if algorithm.critic else None
+        return algorithm.loss(Scores(*logprob_and_entropy(row, tokens), value_t), batch, BETA)
 
     return objective
 
 
-@pytest.mark.parametrize("how", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("microbatches", [2, 4])
-def test_microbatches_change_neither_gradient_nor_metrics(batch, how, microbatches):
-    objective = objective_of(aggregation=how)
-    whole = accumulate_gradient(objective, TABLE, batch)
-    parts = accumulate_gradient(objective, TABLE, batch, microbatches=microbatches)
-    chex.assert_trees_all_close(parts, whole, rtol=2e-5, atol=2e-6)
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("preset", ["ppo", "grpo", "dapo", "gspo"])
+def test_microbatches_and_devices_change_neither_advantages_nor_gradient_nor_metrics(
+    batch, preset, aggregation
+):
+    config = PRESETS[preset](aggregation=aggregation, entropy_coef=0.1)
+    algorithm = make_algorithm(config, iterations=1)
+    objective = table_objective(algorithm)
+    advantages = jax.jit(algorithm.advantages, static_argnums=3)
+    whole = advantages(batch, REWARDS, BETA, None)
+    assert jnp.abs(whole.adv_t).max() > 0.5
+    gradient = functools.partial(accumulate_gradient, objective, TABLE)
+    expected = jax.jit(gradient)(whole)
+    parts = jax.jit(functools.partial(gradient, microbatches=4))(whole)
+    chex.assert_trees_all_close(parts, expected, rtol=2e-5, atol=2e-6)
 
-
-@pytest.mark.parametrize("how", ["token", "sequence", "constant"])
-def test_devices_change_neither_gradient_nor_metrics(batch, how):
-    objective = objective_of(aggregation=how)
-    whole = accumulate_gradient(objective, TABLE, batch)
     # vmap with an axis name reduces as pmap does, on one device.
-    mapped = jax.vmap(
-        lambda part: accumulate_gradient(objective, TABLE, part, axis_name="devices"),
-        axis_name="devices",
-    )(split_leading(batch, 4))
-    chex.assert_trees_all_close(jax.tree.map(lambda x: x[0], mapped), whole, rtol=2e-5, atol=2e-6)
+    def on_device(batch, rewards):
+        batch = algorithm.advantages(batch, rewards, BETA, "devices")
+        return batch, gradient(batch, axis_name="devices")
+
+    mapped = jax.jit(jax.vmap(on_device, axis_name="devices"))
+    cut, reduced = mapped(*split_leading((batch, REWARDS), 4))
+    joined = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), cut)
+    chex.assert_trees_all_close(joined, whole, rtol=2e-5, atol=2e-6)
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda x: x[0], reduced), expected, rtol=2e-5, atol=2e-6
+    )
+
+
+def test_an_iteration_is_the_same_in_microbatches_and_on_two_devices(begin, bandit):
+    rollout = bandit()
+
+    def half(params, key):
+        start = 3 * jax.lax.axis_index("devices")
+        return jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, 3), rollout(params, key)
+        )
+
+    def two(step):
+        return lambda state: jax.tree.map(
+            lambda x: x[0], jax.vmap(step, axis_name="devices", axis_size=2, in_axes=None)(state)
+        )
+
+    # The direction of the Jacobian's drift is drawn anew on each device.
+    config = PPOConfig(**vars(EVERYTHING) | {"grad_reg_coeff": 0.0})
+    state, whole = begin(config, rollout, 2, rollout_lag=1)
+    _, parts = begin(config, rollout, 2, rollout_lag=1, microbatches=3)
+    _, device = begin(config, half, 2, rollout_lag=1, prompts=3, axis_name="devices")
+    expected = jax.jit(scan_iterations(whole, 2))(state)
+    for step in (parts, two(device)):
+        found = jax.jit(scan_iterations(step, 2))(state)
+        states = [x[0].replace(key=jax.random.key_data(x[0].key)) for x in (found, expected)]
+        chex.assert_trees_all_close(*states, rtol=1e-3, atol=2e-5)
+        # Metrics of the rollout are each device's own.
+        names = {n for n in expected[1] if not n.startswith(("rollout/", "reward/"))}
+        assert names > {"advantage/std", "kl/rollout", "value/explained_variance", "loss"}
+        metrics = [{n: x[1][n] for n in names} for x in (found, expected)]
+        chex.assert_trees_all_close(*metrics, rtol=1e-3, atol=1e-5)
 
 
 def test_only_sampled_tokens_are_trained(batch):
-    nothing = batch._replace(
-        completions=batch.completions._replace(
-            loss_mask=jnp.zeros_like(batch.completions.loss_mask)
-        )
+    algorithm = make_algorithm(PPOConfig(), iterations=1)
+    batch = algorithm.advantages(batch, REWARDS, BETA, None)
+    completions = batch.completions
+    nothing = completions._replace(loss_mask=jnp.zeros_like(completions.loss_mask))
+    grads, metrics = accumulate_gradient(
+        table_objective(algorithm), TABLE, batch._replace(completions=nothing)
     )
-    grads, metrics = accumulate_gradient(objective_of(), TABLE, nothing)
     assert jnp.all(grads == 0)
     assert metrics["loss"] == 0
-
-
-def test_a_non_finite_gradient_is_skipped_counted_and_leaves_no_trace():
-    optimizer = make_optimizer(OptimizerConfig(), 10)
-    params = {"w": jnp.ones(3)}
-    state = optimizer.init(params)
-    updates, after = optimizer.update({"w": jnp.array([1.0, jnp.nan, 1.0])}, state, params)
-    assert jnp.all(updates["w"] == 0)
-    assert skipped_updates(after) == 1
-    chex.assert_trees_all_equal(after.inner_state, state.inner_state)
-    updates, after = optimizer.update({"w": jnp.ones(3)}, after, params)
-    assert jnp.all(updates["w"] < 0)
-    assert skipped_updates(after) == 1
-
-
-def test_the_warm_up_starts_above_zero_and_the_schedule_ends_at_zero():
-    config = OptimizerConfig(learning_rate=1.0, warmup=4, schedule="linear")
-    rates = [float(make_schedule(config, 12)(i)) for i in range(13)]
-    np.testing.assert_allclose(rates[:5], [0.25, 0.5, 0.75, 1.0, 1.0], rtol=1e-6)
-    np.testing.assert_allclose(rates[5:13], np.arange(7, -1, -1) / 8, atol=1e-6)
-
-
-def test_every_epoch_sees_every_prompt_once_in_a_new_order():
-    config = TrainConfig(prompts=8, epochs=2, minibatches=4, microbatches=1)
-    order = np.asarray(minibatch_order(jax.random.key(0), config))
-    assert order.shape == (8, 2)
-    epochs = order.reshape(2, 8)
-    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
-    assert (epochs[0] != epochs[1]).any()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"group_size": 1}, "at least 2"),
-        ({"prompts": 6, "minibatches": 4}, "multiple of 16"),
-        ({"iterations": 0}, "at least 1"),
-    ],
-)
-def test_sizes_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        TrainConfig(**settings)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return LanguageModel(ModelConfig(width=16, layers=1, heads=2), vocab_size=23)
-
-
-@pytest.fixture(scope="module")
-def params(model):
-    return jax.tree.map(lambda x: 2.0 * x, model.init(jax.random.key(0)))
-
-
-# A rollout that needs no environment: reward the token 5, so the policy should learn to say it.
-
-
-def bandit(model, prompts, reward_of=lambda tokens: (tokens == 5).mean(-1)):
-    chosen = jax.tree.map(lambda x: x[:4], prompts)
-
-    def rollout(params, key):
-        keys = jax.vmap(lambda k: row_keys(k, 8))(row_keys(key, 4))
-        completions = sample(
-            params, model, chosen, keys, SamplingConfig(max_tokens=2), eos_ids=(2,), pad_id=0
-        )
-        return Rollout(chosen, completions, reward_of(completions.tokens), {})
-
-    return rollout
-
-
-def run(model, params, rollout, algorithm, iterations, **settings):
-    config = TrainConfig(
-        **{"prompts": 4, "group_size": 8, "microbatches": 1, "iterations": iterations} | settings
-    )
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=5e-3, warmup=5), config.updates)
-    state = init_state(
-        params, optimizer, jax.random.key(0), needs_reference=algorithm.needs_reference
-    )
-    step = make_iteration(rollout, model, algorithm, optimizer, config)
-    return jax.jit(scan_iterations(step, iterations))(state)
-
-
-def test_grpo_learns_a_bandit(model, params, prompts):
-    _, metrics = run(model, params, bandit(model, prompts), grpo(GRPOConfig(kl_coef=0.0)), 40)
-    assert metrics["reward/mean"][0] < 0.2
-    assert metrics["reward/mean"][-5:].mean() > 0.8
-    assert metrics["policy/logprob_gap"].max() <= 1e-5
-
-
-def test_a_zero_reward_and_a_kl_penalty_bring_the_policy_back_to_the_reference(
-    model, params, prompts
-):
-    # The same shape with other weights: far from the reference, and able to come back.
-    away = jax.tree.map(lambda x: 2.0 * x, model.init(jax.random.key(1)))
-    algorithm = grpo(GRPOConfig(kl_coef=1.0))
-    config = TrainConfig(prompts=4, group_size=8, microbatches=1, iterations=50)
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, warmup=5), 50)
-    zero = bandit(model, prompts, lambda tokens: jnp.zeros(tokens.shape[:2]))
-    state = init_state(params, optimizer, jax.random.key(0), needs_reference=True)
-    step = make_iteration(zero, model, algorithm, optimizer, config)
-    _, metrics = jax.jit(scan_iterations(step, 50))(state.replace(params=away))
-    kl = metrics["policy/kl_k3"]
-    assert kl[0] > 0.05
-    assert kl[-5:].mean() < 0.5 * kl[0]
-    assert metrics["reward/dead_groups"].min() == 1
-
-
-def test_later_epochs_see_ratios_other_than_one_and_large_steps_are_clipped(model, params, prompts):
-    _, once = run(model, params, bandit(model, prompts), grpo(GRPOConfig()), 4)
-    _, often = run(model, params, bandit(model, prompts), grpo(GRPOConfig()), 4, epochs=4)
-    np.testing.assert_allclose(once["policy/ratio_max"], 1.0, atol=1e-4)
-    assert often["policy/ratio_max"].max() > 1.05
-    clipped = often["policy/clip_fraction_low"] + often["policy/clip_fraction_high"]
-    assert clipped.max() > 0
-
-
-def test_consecutive_rollouts_differ_and_the_same_seed_repeats_exactly(model, params, prompts):
-    algorithm = grpo(GRPOConfig(kl_coef=0.0))
-    first = run(model, params, bandit(model, prompts), algorithm, 3)
-    again = run(model, params, bandit(model, prompts), algorithm, 3)
-    chex.assert_trees_all_equal(first[1], again[1])
-    chex.assert_trees_all_equal(first[0].params, again[0].params)
-    assert len(set(np.asarray(first[1]["rollout/tokens"]).tolist())) > 1
-
-
-def test_one_compilation_serves_all_iterations(model, params, prompts):
-    algorithm = grpo(GRPOConfig())
-    config = TrainConfig(prompts=4, group_size=8, microbatches=2, iterations=6)
-    optimizer = make_optimizer(OptimizerConfig(), 6)
-    step = make_iteration(bandit(model, prompts), model, algorithm, optimizer, config)
-    call = jax.jit(chex.assert_max_traces(scan_iterations(step, 2), n=1))
-    state = init_state(params, optimizer, jax.random.key(0), needs_reference=True)
-    for _ in range(3):
-        state, _ = call(state)
-    assert state.iteration == 6
-    assert call._cache_size() == 1
 
 
 def test_the_gradient_of_a_linear_model_is_the_one_derived_by_hand():
@@ -231,29 +153,132 @@ def test_the_gradient_of_a_linear_model_is_the_one_derived_by_hand():
     assert metrics["x"] == 2.5
 
 
-def test_clipping_bounds_the_gradient_that_the_optimizer_sees():
-    config = OptimizerConfig(clip_norm=1.0, learning_rate=1.0, warmup=0)
-    optimizer = make_optimizer(config, 10)
-    params = {"w": jnp.zeros(2)}
-    _, state = optimizer.update({"w": jnp.array([30.0, 40.0])}, optimizer.init(params), params)
-    first_moment = optax.tree.get(state, "mu")["w"]
-    np.testing.assert_allclose(first_moment, 0.1 * np.array([0.6, 0.8]), rtol=1e-5)
+# Sizes and order.
+
+
+def test_every_epoch_sees_every_prompt_once_in_a_new_order():
+    config = TrainConfig(prompts=8, epochs=2, minibatches=4, microbatches=1)
+    order = np.asarray(minibatch_order(jax.random.key(0), config))
+    assert order.shape == (8, 2)
+    epochs = order.reshape(2, 8)
+    assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
+    assert (epochs[0] != epochs[1]).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"group_size": 0}, "at least 1"),
+        ({"prompts": 6, "minibatches": 4}, "multiple of 16"),
+        ({"iterations": 0}, "at least 1"),
+        ({"rollout_lag": 2}, "expected 0 or 1"),
+        ({"rollout_lag": -1}, "expected 0 or 1"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**settings)
+
+
+# Iterations of a toy policy.
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (GRPOConfig(), {"epochs": 4}),
+        (PPOConfig(), {"minibatches": 3}),
+    ],
+)
+def test_only_later_updates_see_ratios_other_than_one_and_large_steps_are_clipped(
+    run, bandit, config, settings
+):
+    _, once = run(config, bandit(), 4, learning_rate=2e-2)
+    np.testing.assert_allclose(once["policy/ratio_max"], 1.0, atol=1e-4)
+    np.testing.assert_allclose(once["policy/ratio_min"], 1.0, atol=1e-4)
+    _, often = run(config, bandit(), 4, learning_rate=2e-2, **settings)
+    assert often["policy/ratio_max"].max() > 1.05
+    assert often["policy/ratio_min"].min() < 0.95
+    clipped = often["policy/clip_fraction_low"] + often["policy/clip_fraction_high"]
+    assert clipped.max() > 0
+
+
+def test_consecutive_rollouts_differ_and_the_same_seed_repeats_exactly(begin, bandit):
+    state, step = begin(EVERYTHING, bandit(), 4, epochs=2, rollout_lag=1)
+    call = jax.jit(scan_iterations(step, 4))
+    first, again = call(state), call(state)
+    chex.assert_trees_all_equal(first, again)
+    # The first two iterations sample with the same parameters, and yet other tokens.
+    assert len(set(np.asarray(first[1]["reward/mean"]).tolist())) == 4
+    other = call(state.replace(key=jax.random.key(1)))
+    assert (other[1]["reward/mean"] != first[1]["reward/mean"]).any()
+
+
+@pytest.mark.parametrize("config", [EVERYTHING, DAPOConfig()])
+def test_one_compilation_serves_all_iterations(begin, bandit, config):
+    state, step = begin(config, bandit(), 6, microbatches=2, epochs=2)
+    chex.clear_trace_counter()
+    call = jax.jit(chex.assert_max_traces(scan_iterations(step, 2), n=1))
+    rounds = []
+    for _ in range(3):
+        state, metrics = call(state)
+        rounds += metrics.get("rollout/rounds", jnp.zeros(2)).tolist()
+    assert state.iteration == 6
+    assert call._cache_size() == 1
+    # Dynamic sampling needed another number of rounds in some of them.
+    assert (len(set(rounds)) > 1) == config.dynamic_sampling
+
+
+# Groups without weight.
+
+
+@pytest.mark.parametrize("axes", [{}, {"dynamic_sampling": False, "mask_dead_groups": True}])
+def test_when_every_group_is_dead_the_iteration_ends_and_changes_nothing(run, bandit, axes):
+    # β > 0 away from the reference: what is without weight must not train its KL either.
+    config = DAPOConfig(kl_in="loss", kl_coef=1.0, entropy_coef=0.1, **axes)
+    dead = bandit(lambda tokens: jnp.full(tokens.shape[:2], 0.35))
+    state, metrics = run(config, dead, 3, epochs=2)
+    chex.assert_trees_all_equal(state.params, state.ref_params)
+    assert jnp.all(metrics["optimizer/gradient_norm"] == 0)
+    assert jnp.all(metrics["optimizer/skipped_updates"] == 0)
+    assert jnp.all(metrics["reward/dead_groups"] == 1)
+    # Extremes of nothing are infinite; everything else is finite.
+    extremes = {"policy/ratio_max", "policy/ratio_min", "policy/logprob_gap"}
+    assert all(jnp.isfinite(x).all() for name, x in metrics.items() if name not in extremes)
+    if config.dynamic_sampling:
+        assert jnp.all(metrics["rollout/rounds"] == config.max_sampling_rounds)
+        assert jnp.all(metrics["rollout/filled"] == 0)
+
+
+def test_dead_groups_train_nothing_when_masked_and_their_entropy_and_kl_when_not(begin, bandit):
+    # Only prompt 0 is alive; the others' groups would train their entropy.
+    def reward_of(tokens):
+        return jnp.where(jnp.arange(6)[:, None] == 0, jnp.arange(8.0)[None], 0.35)
+
+    rollout = bandit(reward_of)
+
+    def alone(params, key):
+        return jax.tree.map(lambda x: x[:1], rollout(params, key))
+
+    axes = {"entropy_coef": 0.1, "dynamic_sampling": False}
+    steps = [
+        begin(DAPOConfig(mask_dead_groups=True, **axes), rollout, 1),
+        begin(DAPOConfig(**axes), alone, 1, prompts=1),
+        begin(DAPOConfig(**axes), rollout, 1),
+    ]
+    norms = [jax.jit(step)(state)[1]["optimizer/gradient_norm"] for state, step in steps]
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-4)
+    assert abs(norms[2] / norms[1] - 1) > 0.1
 
 
 @pytest.mark.slow
-def test_resident_memory_is_flat_over_two_hundred_iterations(model, params, prompts):
+def test_resident_memory_is_flat_over_two_hundred_iterations(begin, bandit):
     def resident():
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * 4096
 
-    algorithm = grpo(GRPOConfig())
-    config = TrainConfig(prompts=4, group_size=8, microbatches=1, iterations=250)
-    optimizer = make_optimizer(OptimizerConfig(), 250)
-    step = make_iteration(bandit(model, prompts), model, algorithm, optimizer, config)
+    state, step = begin(EVERYTHING, bandit(), 250, epochs=2)
     call = jax.jit(step, donate_argnums=0)
-    state = init_state(
-        jax.tree.map(jnp.copy, params), optimizer, jax.random.key(0), needs_reference=True
-    )
     sizes = []
     for _ in range(250):
         state, metrics = call(state)

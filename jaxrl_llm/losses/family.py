@@ -87,6 +87,9 @@ class ReinforcePPConfig(AlgorithmConfig):
 class ReinforcePPBaselineConfig(AlgorithmConfig):
     """REINFORCE++-baseline: minus the group's mean, over the batch's deviation, k2 in the loss.
 
+    Whitening, as published, also takes off the batch's mean, which moves groups of equal rewards a
+    little off 0; `mask_dead_groups` leaves them out.
+
     References:
         Hu et al. 2025 (REINFORCE++), https://arxiv.org/abs/2501.03262
     """
