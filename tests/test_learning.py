@@ -1,6 +1,7 @@
 """Every preset learns what credit assignment needs: the right token, at the right time."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxrl_llm.losses.family import PRESETS
@@ -46,3 +47,6 @@ def test_every_preset_learns_immediate_delayed_and_joint_rewards(run, tasks, nam
         assert rewards[0] < 0.3
         assert rewards[-5:].mean() > 0.8
     assert 0 < metrics["policy/logprob_gap"].max() <= 1e-5
+    if set(settings).isdisjoint({"epochs", "minibatches"}):
+        for name in ("policy/ratio_max", "policy/ratio_min"):
+            np.testing.assert_allclose(metrics[name], 1.0, atol=1e-4)

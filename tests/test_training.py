@@ -96,7 +96,7 @@ def test_microbatches_and_devices_change_neither_advantages_nor_gradient_nor_met
     )
 
 
-def test_an_iteration_is_the_same_in_microbatches_and_on_two_devices(begin, bandit):
+def test_an_iteration_is_the_same_on_two_devices_in_microbatches(begin, bandit):
     rollout = bandit()
 
     def half(params, key):
@@ -113,18 +113,16 @@ def test_an_iteration_is_the_same_in_microbatches_and_on_two_devices(begin, band
     # The direction of the Jacobian's drift is drawn anew on each device.
     config = PPOConfig(**vars(EVERYTHING) | {"grad_reg_coeff": 0.0})
     state, whole = begin(config, rollout, 2, rollout_lag=1)
-    _, parts = begin(config, rollout, 2, rollout_lag=1, microbatches=3)
-    _, device = begin(config, half, 2, rollout_lag=1, prompts=3, axis_name="devices")
-    expected = jax.jit(scan_iterations(whole, 2))(state)
-    for step in (parts, two(device)):
-        found = jax.jit(scan_iterations(step, 2))(state)
-        states = [x[0].replace(key=jax.random.key_data(x[0].key)) for x in (found, expected)]
-        chex.assert_trees_all_close(*states, rtol=1e-3, atol=2e-5)
-        # Metrics of the rollout are each device's own.
-        names = {n for n in expected[1] if not n.startswith(("rollout/", "reward/"))}
-        assert names > {"advantage/std", "kl/rollout", "value/explained_variance", "loss"}
-        metrics = [{n: x[1][n] for n in names} for x in (found, expected)]
-        chex.assert_trees_all_close(*metrics, rtol=1e-3, atol=1e-5)
+    sizes = {"prompts": 3, "microbatches": 3, "axis_name": "devices"}
+    _, parts = begin(config, half, 2, rollout_lag=1, **sizes)
+    expected, found = (jax.jit(scan_iterations(step, 2))(state) for step in (whole, two(parts)))
+    states = [x[0].replace(key=jax.random.key_data(x[0].key)) for x in (found, expected)]
+    chex.assert_trees_all_close(*states, rtol=1e-3, atol=2e-5)
+    # Metrics of the rollout are each device's own.
+    names = {n for n in expected[1] if not n.startswith(("rollout/", "reward/"))}
+    assert names > {"advantage/std", "kl/rollout", "value/explained_variance", "loss"}
+    metrics = [{n: x[1][n] for n in names} for x in (found, expected)]
+    chex.assert_trees_all_close(*metrics, rtol=1e-3, atol=1e-5)
 
 
 def test_only_sampled_tokens_are_trained(batch):
@@ -190,12 +188,9 @@ def test_sizes_that_cannot_work_are_refused(settings, message):
         (PPOConfig(), {"minibatches": 3}),
     ],
 )
-def test_only_later_updates_see_ratios_other_than_one_and_large_steps_are_clipped(
+def test_later_updates_see_ratios_other_than_one_and_large_steps_are_clipped(
     run, bandit, config, settings
 ):
-    _, once = run(config, bandit(), 4, learning_rate=2e-2)
-    np.testing.assert_allclose(once["policy/ratio_max"], 1.0, atol=1e-4)
-    np.testing.assert_allclose(once["policy/ratio_min"], 1.0, atol=1e-4)
     _, often = run(config, bandit(), 4, learning_rate=2e-2, **settings)
     assert often["policy/ratio_max"].max() > 1.05
     assert often["policy/ratio_min"].min() < 0.95
@@ -203,30 +198,46 @@ def test_only_later_updates_see_ratios_other_than_one_and_large_steps_are_clippe
     assert clipped.max() > 0
 
 
-def test_consecutive_rollouts_differ_and_the_same_seed_repeats_exactly(begin, bandit):
-    state, step = begin(EVERYTHING, bandit(), 4, epochs=2, rollout_lag=1)
-    call = jax.jit(scan_iterations(step, 4))
+@pytest.fixture(scope="module")
+def everything(begin, bandit):
+    """A state, and two iterations of an algorithm that uses every part."""
+    state, step = begin(EVERYTHING, bandit(), 6, epochs=2, microbatches=2, rollout_lag=1)
+    chex.clear_trace_counter()
+    return state, jax.jit(chex.assert_max_traces(scan_iterations(step, 2), n=1))
+
+
+def test_consecutive_rollouts_differ_and_the_same_seed_repeats_exactly(everything):
+    state, call = everything
     first, again = call(state), call(state)
     chex.assert_trees_all_equal(first, again)
     # The first two iterations sample with the same parameters, and yet other tokens.
-    assert len(set(np.asarray(first[1]["reward/mean"]).tolist())) == 4
+    rewards = first[1]["reward/mean"]
+    assert rewards[0] != rewards[1]
     other = call(state.replace(key=jax.random.key(1)))
-    assert (other[1]["reward/mean"] != first[1]["reward/mean"]).any()
+    assert (other[1]["reward/mean"] != rewards).any()
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, DAPOConfig()])
-def test_one_compilation_serves_all_iterations(begin, bandit, config):
-    state, step = begin(config, bandit(), 6, microbatches=2, epochs=2)
-    chex.clear_trace_counter()
-    call = jax.jit(chex.assert_max_traces(scan_iterations(step, 2), n=1))
-    rounds = []
+def test_one_compilation_serves_all_iterations(everything):
+    state, call = everything
     for _ in range(3):
-        state, metrics = call(state)
-        rounds += metrics.get("rollout/rounds", jnp.zeros(2)).tolist()
+        state, _ = call(state)
     assert state.iteration == 6
     assert call._cache_size() == 1
-    # Dynamic sampling needed another number of rounds in some of them.
-    assert (len(set(rounds)) > 1) == config.dynamic_sampling
+
+
+def test_one_compilation_serves_any_number_of_sampling_rounds(begin, bandit):
+    # Group b is alive if its first completion says something odd: rarely all of them.
+    def reward_of(tokens):
+        return jnp.where(jnp.arange(8)[None] == 0, tokens[:, :1, 0] % 2, 0).astype(jnp.float32)
+
+    state, step = begin(DAPOConfig(), bandit(reward_of), 8)
+    call = jax.jit(scan_iterations(step, 4))
+    state, metrics = call(state)
+    _, more = call(state)
+    rounds = np.concatenate([metrics["rollout/rounds"], more["rollout/rounds"]])
+    assert len(set(rounds.tolist())) > 1
+    assert ((rounds >= 1) & (rounds <= 4)).all()
+    assert call._cache_size() == 1
 
 
 # Groups without weight.
@@ -250,7 +261,7 @@ def test_when_every_group_is_dead_the_iteration_ends_and_changes_nothing(run, ba
         assert jnp.all(metrics["rollout/filled"] == 0)
 
 
-def test_dead_groups_train_nothing_when_masked_and_their_entropy_and_kl_when_not(begin, bandit):
+def test_masked_dead_groups_train_not_even_their_entropy(begin, bandit):
     # Only prompt 0 is alive; the others' groups would train their entropy.
     def reward_of(tokens):
         return jnp.where(jnp.arange(6)[:, None] == 0, jnp.arange(8.0)[None], 0.35)
@@ -264,11 +275,9 @@ def test_dead_groups_train_nothing_when_masked_and_their_entropy_and_kl_when_not
     steps = [
         begin(DAPOConfig(mask_dead_groups=True, **axes), rollout, 1),
         begin(DAPOConfig(**axes), alone, 1, prompts=1),
-        begin(DAPOConfig(**axes), rollout, 1),
     ]
     norms = [jax.jit(step)(state)[1]["optimizer/gradient_norm"] for state, step in steps]
-    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-4)
-    assert abs(norms[2] / norms[1] - 1) > 0.1
+    np.testing.assert_allclose(*norms, rtol=1e-4)
 
 
 @pytest.mark.slow
