@@ -3,8 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.optimizer import make_optimizer
 from jaxrl_llm.sft import Examples, SFTConfig, make_sft_step, sft_loss
-from jaxrl_llm.training import init_state, make_optimizer, scan_iterations
+from jaxrl_llm.training import init_state, scan_iterations
 from jaxrl_llm.types import ConfigError
 
 

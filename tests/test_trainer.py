@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import jax
@@ -34,7 +35,7 @@ def start():
     )
 
 
-def go(path, total=20, make_step=lambda: walk, **settings):
+def go(path, total=20, make_step=lambda: walk, stages=None, **settings):
     run = RunConfig(quiet=True, **{"checkpoint_every": 4, "keep": 2} | settings)
     with RunFolder.open(path, {"total": 20}) as folder:
         return train(
@@ -48,6 +49,7 @@ def go(path, total=20, make_step=lambda: walk, **settings):
                 {"eval/first": float(params["w"][0])}, [{"w": float(params["w"][1])}]
             ),
             evaluate_every=6,
+            stages=stages,
         )
 
 
@@ -142,6 +144,32 @@ def test_a_run_asked_to_stop_saves_where_it_is_and_goes_on_from_there(tmp_path, 
     assert (tmp_path / "stopped" / "checkpoints" / iteration).is_dir()
     go(tmp_path / "stopped")
     assert files(tmp_path / "stopped") == files(tmp_path / "whole")
+
+
+def test_stages_are_timed_alone_at_every_evaluation_but_the_first(tmp_path):
+    def slow(state):
+        jax.debug.callback(lambda: time.sleep(0.1), ordered=True)
+        return state.params["w"] + 1
+
+    go(tmp_path / "run", stages={"slow": slow, "quick": lambda state: 2 * state.params["w"]})
+    timing = read_rows(tmp_path / "run" / "timing.jsonl")
+    measured = [row for row in timing if "time/slow_seconds" in row]
+    assert [row["step"] for row in measured] == [6, 12, 18, 20]
+    for row in measured:
+        assert row["time/slow_seconds"] >= 0.1
+        assert row["time/quick_seconds"] > 0
+        parts = ("slow", "quick", "rest")
+        total = sum(row[f"time/{part}_seconds"] for part in parts)
+        np.testing.assert_allclose(total, row["time/iteration_seconds"], rtol=1e-6)
+    # Timing a stage leaves the run as it is.
+    go(tmp_path / "plain")
+    assert files(tmp_path / "run") == files(tmp_path / "plain")
+
+
+def test_without_stages_nothing_is_left_over(tmp_path):
+    go(tmp_path / "run")
+    timing = read_rows(tmp_path / "run" / "timing.jsonl")
+    assert not any("time/rest_seconds" in row for row in timing)
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):
