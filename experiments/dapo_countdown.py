@@ -16,6 +16,7 @@ from experiments import cli
 from experiments.countdown import CountdownConfig, run_countdown
 from jaxrl_llm.losses.dapo import DAPOConfig
 from jaxrl_llm.sampling import SamplingConfig
+from jaxrl_llm.training import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,9 @@ class Config(CountdownConfig):
     algorithm: DAPOConfig = DAPOConfig(kl_in="monitor", overlong_cache=2)
     sampling: SamplingConfig = SamplingConfig(max_tokens=10, block=3)
     """How completions are drawn in training."""
+    # Half of GRPO's problems: all of them teach, and finding them takes two to four rollouts.
+    train: TrainConfig = TrainConfig(iterations=400, prompts=64, group_size=8, microbatches=2)
+    """Sizes and order of the updates."""
 
 
 def main(config: Config) -> bool:
