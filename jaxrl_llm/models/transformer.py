@@ -371,6 +371,8 @@ class LanguageModel:
         J is the derivative of `completion_hidden` with respect to the embeddings of the
         completion's tokens, taken at `embeddings`; one forward-mode product, in float32.
         """
+        if embeddings.shape[2] == 1:  # which only the prompt predicts
+            return jnp.zeros(embeddings.shape, jnp.float32)
         _, prefix = self.prefill(params, prompts)
         context = self.completion_context(prompts, completions)
 

@@ -140,6 +140,42 @@ def test_shapes_that_cannot_work_are_refused(settings, message):
         ModelConfig(**settings)
 
 
+def test_the_tangent_is_the_explicit_jacobian_times_the_direction(
+    model, params, prompts, completions
+):
+    prompts = jax.tree.map(lambda x: x[:3], prompts)
+    completions = jax.tree.map(lambda x: x[:3, :2, :4], completions)
+    embeddings = model.embed(params, completions.tokens)
+    direction = jax.random.normal(jax.random.key(6), embeddings.shape)
+
+    def hidden(embeddings):
+        # `completion_hidden` reads tokens: here each has a row of the vocabulary to itself.
+        table = embeddings.reshape(-1, embeddings.shape[-1])
+        free = completions._replace(
+            tokens=jnp.arange(len(table)).reshape(completions.tokens.shape) + model.vocab_size
+        )
+        extended = params | {"embedding": jnp.concatenate([params["embedding"], table])}
+        extended["head"] = extended["embedding"].T  # unused, but of the size that is expected
+        larger = LanguageModel(model.config, len(extended["embedding"]))
+        return larger.completion_hidden(extended, prompts, free)
+
+    tangent = model.completion_tangent(params, prompts, completions, embeddings, direction)
+    jacobian = jax.jit(jax.jacfwd(hidden))(embeddings)
+    expected = np.einsum("bgtdBGTD,BGTD->bgtd", *(np.float64(x) for x in (jacobian, direction)))
+    np.testing.assert_allclose(tangent, expected, rtol=1e-3, atol=1e-4)
+    assert jnp.all(tangent[:, :, 0] == 0)  # the prompt alone predicts the first token
+    assert jnp.abs(tangent[:, :, 1:]).max() > 0.1
+
+
+def test_the_tangent_of_one_token_completions_is_zero(model, params, prompts):
+    mask = jnp.ones((5, 2, 1), bool)
+    one = Completions(jnp.full((5, 2, 1), 4), mask, mask, jnp.zeros((5, 2, 1)))
+    embeddings = model.embed(params, one.tokens)
+    tangent = model.completion_tangent(params, prompts, one, embeddings, embeddings)
+    assert tangent.shape == (5, 2, 1, model.config.width)
+    assert jnp.all(tangent == 0)
+
+
 def test_one_token_completions_are_scored_from_the_prompt_alone(model, params, prompts):
     one = Completions(
         jnp.full((5, 2, 1), 4),
