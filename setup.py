@@ -39,6 +39,7 @@ setup(
         "matplotlib>=3.10",
         "scipy>=1.16",
         "numpy>=2.3",
+        "jsonschema>=4.26",  # describes and checks the arguments of tools
     ],
     extras_require={
         "test": test,
