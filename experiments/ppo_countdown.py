@@ -22,7 +22,9 @@ class Config(CountdownConfig):
     """PPO on Countdown."""
 
     algorithm: PPOConfig = PPOConfig(kl_coef=0.001, entropy_coef=0.003)
-    train: TrainConfig = TrainConfig(iterations=240, prompts=128, group_size=8, epochs=2)
+    train: TrainConfig = TrainConfig(
+        iterations=280, prompts=128, group_size=8, minibatches=2, microbatches=2
+    )
     """Sizes and order of the updates."""
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl_llm.advantages import dead_groups
 from jaxrl_llm.models.transformer import LanguageModel, Params
-from jaxrl_llm.sampling import SamplingConfig, sample
+from jaxrl_llm.sampling import Dialogue, Reply, SamplingConfig, sample, sample_dialogue
 from jaxrl_llm.tokenizers import Tokenizer
 from jaxrl_llm.types import Completions, Prompts
 
@@ -46,9 +46,17 @@ def make_rollout(
     fold_in(fold_in(sample key, b), g): what a row draws does not depend on how many rows there are
     or on which device they lie.
 
-    The environment follows gymnax: its observation is a `Prompts` of one row, its action one
-    completion's tokens `[T]`, its `step_env` returns the reward and an info of scalars.
+    The environment follows gymnax: its observation is a `Prompts` of one row, its action tokens,
+    its `step_env` returns the reward and an info of scalars. One without `max_turns`, or with 1,
+    is stepped once, with the whole completion `[T]`. One with more is stepped within the sampling
+    loop, at the end of each turn of at most `max_turn_tokens` tokens `[A]`; what it observes then
+    is what it writes into the transcript, rewards are added up, and the last info counts, to
+    which `is_truncated` is added.
     """
+    if getattr(env, "max_turns", 1) > 1:
+        return make_dialogue_rollout(
+            env, env_params, model, tokenizer, sampling, prompts=prompts, group_size=group_size
+        )
 
     def rollout(params: Params, key: Key[Array, ""]) -> Rollout:
         reset_key, sample_key, step_key = jax.random.split(key, 3)
@@ -69,6 +77,54 @@ def make_rollout(
         step = jax.vmap(jax.vmap(env.step_env, in_axes=(0, None, 0, None)), in_axes=(0, 0, 0, None))
         _, _, rewards, _, info = step(step_keys, states, completions.tokens, env_params)
         return Rollout(observed, completions, rewards, info)
+
+    return rollout
+
+
+def make_dialogue_rollout(
+    env: Any,
+    env_params: Any,
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    sampling: SamplingConfig,
+    *,
+    prompts: int,
+    group_size: int,
+) -> RolloutFn:
+    """`make_rollout` for an environment of several turns."""
+    shape = prompts, group_size
+    step = jax.vmap(jax.vmap(env.step_env, in_axes=(0, 0, 0, None)), in_axes=(0, 0, 0, None))
+
+    def rollout(params: Params, key: Key[Array, ""]) -> Rollout:
+        keys = jax.random.split(key, 3)
+        reset_keys = row_keys(keys[0], prompts)
+        sample_keys, step_keys = (
+            jax.vmap(lambda k: row_keys(k, group_size))(row_keys(k, prompts)) for k in keys[1:]
+        )
+        observed, states = jax.vmap(env.reset_env, in_axes=(0, None))(reset_keys, env_params)
+
+        def reply(states: Any, turns: Int[Array, "B G A"], t: Int[Array, ""]) -> Reply:
+            turn_keys = jax.vmap(jax.vmap(lambda k: jax.random.fold_in(k, t)))(step_keys)
+            written, states, rewards, is_terminated, info = step(
+                turn_keys, states, turns, env_params
+            )
+            return Reply(states, written, rewards, is_terminated, info)
+
+        per_row = jax.tree.map(
+            lambda x: jnp.broadcast_to(x[:, None], (*shape, *x.shape[1:])), states
+        )
+        completions, last = sample_dialogue(
+            params,
+            model,
+            observed,
+            sample_keys,
+            sampling,
+            Dialogue(reply, per_row, env.max_turn_tokens),
+            eos_ids=tokenizer.eos_ids,
+            pad_id=tokenizer.pad_id,
+        )
+        info = last.info | {"is_truncated": 1.0 - last.is_terminated}
+        return Rollout(observed, completions, last.rewards, info)
 
     return rollout
 

@@ -1,7 +1,8 @@
 """The scanned sampling loop: G completions of each prompt, inside a compiled program."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jaxrl_llm.models.transformer import Context, LanguageModel, Params
 from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
 
 MAX_WINDOWS = 8  # distinct cache sizes, each of which is compiled once
+MAX_DIALOGUE_WINDOWS = 2  # each compiles the environment's step too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +119,45 @@ def draw(
     return tokens, select(jax.nn.log_softmax(scaled), tokens)
 
 
+class Reply(NamedTuple):
+    """An environment's answers to one turn of each completion."""
+
+    states: Any  # of the environment, leaves [B, G, …]
+    written: Prompts  # [B, G, P]: what it writes next, nothing where the episode has ended
+    rewards: Float[Array, "B G"]
+    is_terminated: Bool[Array, "B G"]
+    info: dict[str, Float[Array, "B G"]]
+
+
+class Dialogue(NamedTuple):
+    """An environment that answers every turn within the sampling loop.
+
+    A turn is what a completion samples until an end token, or until it is `max_turn_tokens` long.
+    """
+
+    # (states, turns [B, G, A] padded, position) -> Reply
+    reply: Callable[[Any, Int[Array, "B G A"], Int[Array, ""]], Reply]
+    states: Any  # after the reset
+    max_turn_tokens: int  # A
+
+
+class Conversation(NamedTuple):
+    """Where each completion stands in its dialogue."""
+
+    last: Reply  # the newest answers; rewards are added up
+    n_unread: Int[Array, "B G"]  # tokens of last.written that are still to be fed
+    turn_start: Int[Array, "B G"]  # position of the running turn's first token
+
+
 class Loop(NamedTuple):
     """The carry of the sampling loop."""
 
     t: Int[Array, ""]  # the next position to sample
-    token: Int[Array, "B G"]  # sampled at t − 1
+    token: Int[Array, "B G"]  # at t − 1
     is_done: Bool[Array, "B G"]
     caches: list[KeyValues]  # positions < t − 1 are filled
     completions: Completions
+    conversation: Conversation | None
 
 
 def sample(
@@ -137,7 +170,7 @@ def sample(
     eos_ids: tuple[int, ...],
     pad_id: int,
 ) -> Completions:
-    """Draw G completions of each prompt.
+    """Draw G completions of each prompt; the first end token ends a completion.
 
     The prompt is run once. Steps are compiled in blocks; a block starts only while some row has
     not ended, and attends to a cache that is as long as what the block fills.
@@ -155,24 +188,74 @@ def sample(
     Returns:
         Completions with log-probabilities under the sampling policy, at its temperature.
     """
+    return _sample(params, model, prompts, row_keys, config, eos_ids, pad_id, None)[0]
+
+
+def sample_dialogue(
+    params: Params,
+    model: LanguageModel,
+    prompts: Prompts,
+    row_keys: Key[Array, "B G"],
+    config: SamplingConfig,
+    dialogue: Dialogue,
+    *,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+) -> tuple[Completions, Reply]:
+    """Draw G completions of each prompt in dialogue with an environment.
+
+    As `sample`, but an end token ends a turn, which the environment answers, and the environment
+    ends the completion. Every row advances by one token a step: it samples, or it reads the next
+    token that the environment wrote. So all rows write at the same position, and what is written is
+    never encoded again; it is attended to and not in the loss. A turn that `max_tokens` cuts off is
+    not answered.
+
+    Returns:
+        The transcripts, and the environment's last answers with the sums of the rewards.
+    """
+    completions, conversation = _sample(
+        params, model, prompts, row_keys, config, eos_ids, pad_id, dialogue
+    )
+    assert conversation is not None
+    return completions, conversation.last
+
+
+def _sample(
+    params: Params,
+    model: LanguageModel,
+    prompts: Prompts,
+    row_keys: Key[Array, "B G"],
+    config: SamplingConfig,
+    eos_ids: tuple[int, ...],
+    pad_id: int,
+    dialogue: Dialogue | None,
+) -> tuple[Completions, Conversation | None]:
     b, g = row_keys.shape
     t_max = config.max_tokens
     head = model.head(params)
     ends = jnp.asarray(eos_ids, jnp.int32)
 
-    def emit(hidden, t, is_done, completions):
-        """Sample position t and write it, unless the row has ended."""
+    def emit(hidden, t, is_done, completions, conversation):
+        """Sample or read position t and write it, unless the row has ended."""
         logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
         token, logp = draw(logits, row_keys, t, config)
+        is_sampled = ~is_done
+        if conversation is not None:
+            is_sampled &= conversation.n_unread == 0
+            token = jnp.where(is_sampled, token, next_written(conversation))
         token = jnp.where(is_done, pad_id, token).astype(jnp.int32)
-        values = Completions(token, ~is_done, ~is_done, jnp.where(is_done, 0.0, logp))
+        values = Completions(token, is_sampled, ~is_done, jnp.where(is_sampled, logp, 0.0))
         completions = jax.tree.map(
             lambda whole, value: jax.lax.dynamic_update_index_in_dim(whole, value, t, 2),
             completions,
             values,
         )
-        is_end = (token[..., None] == ends.reshape(1, 1, -1)).any(-1)
-        return token, is_done | is_end, completions
+        is_end = is_sampled & (token[..., None] == ends.reshape(1, 1, -1)).any(-1)
+        if dialogue is None:
+            return token, is_done | is_end, completions, None
+        assert conversation is not None
+        conversation = converse(dialogue, conversation, completions, t, is_sampled, is_end, pad_id)
+        return token, conversation.last.is_terminated, completions, conversation
 
     empty = Completions(
         jnp.full((b, g, t_max), pad_id, jnp.int32),
@@ -182,9 +265,12 @@ def sample(
     )
     last, stacked_prefix = model.prefill(params, prompts)
     first = jnp.broadcast_to(last[:, None], (b, g, last.shape[-1]))
-    token, is_done, completions = emit(first, 0, jnp.zeros((b, g), bool), empty)
+    conversation = None if dialogue is None else start_conversation(dialogue, (b, g))
+    token, is_done, completions, conversation = emit(
+        first, jnp.int32(0), jnp.zeros((b, g), bool), empty, conversation
+    )
     if t_max == 1:
-        return completions
+        return completions, conversation
 
     layers = model.unstack(params)
     prefixes = [jax.tree.map(lambda x: x[i], stacked_prefix) for i in range(len(layers))]
@@ -201,8 +287,10 @@ def sample(
             write_at=slot,
         )
         hidden, caches = model.decode(params, layers, loop.token, prefixes, loop.caches, context)
-        token, is_done, completions = emit(hidden, loop.t, loop.is_done, loop.completions)
-        return Loop(loop.t + 1, token, is_done, caches, completions)
+        token, is_done, completions, conversation = emit(
+            hidden, loop.t, loop.is_done, loop.completions, loop.conversation
+        )
+        return Loop(loop.t + 1, token, is_done, caches, completions, conversation)
 
     def run_window(loop: Loop, begin: int, end: int) -> Loop:
         """Sample positions begin + 1 … end with a cache of `end` slots, block by block."""
@@ -217,20 +305,86 @@ def sample(
 
         return jax.lax.while_loop(is_running, run_block, loop)
 
-    loop = Loop(jnp.int32(1), token, is_done, empty_caches(model.config, b, g), completions)
-    for begin, end in windows(t_max - 1, config.block):
+    caches = empty_caches(model.config, b, g)
+    loop = Loop(jnp.int32(1), token, is_done, caches, completions, conversation)
+    most = MAX_WINDOWS if dialogue is None else MAX_DIALOGUE_WINDOWS
+    for begin, end in windows(t_max - 1, config.block, most):
         loop = run_window(loop, begin, end)
-    return loop.completions
+    return loop.completions, loop.conversation
 
 
-def windows(steps: int, block: int) -> list[tuple[int, int]]:
-    """Cut `steps` into at most MAX_WINDOWS ranges of whole blocks, and a rest.
+def start_conversation(dialogue: Dialogue, shape: tuple[int, int]) -> Conversation:
+    """Nothing said and nothing to read."""
+    turns = jax.ShapeDtypeStruct((*shape, dialogue.max_turn_tokens), jnp.int32)
+    reply = jax.eval_shape(dialogue.reply, dialogue.states, turns, jnp.int32(0))
+    empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reply)
+    zero = jnp.zeros(shape, jnp.int32)
+    return Conversation(empty._replace(states=dialogue.states), zero, zero)
+
+
+def next_written(conversation: Conversation) -> Int[Array, "B G"]:
+    """The next token to read, where there is one."""
+    written = conversation.last.written.tokens
+    place = jnp.clip(written.shape[-1] - conversation.n_unread, 0, written.shape[-1] - 1)
+    return jnp.take_along_axis(written, place[..., None], -1)[..., 0]
+
+
+def converse(
+    dialogue: Dialogue,
+    conversation: Conversation,
+    completions: Completions,
+    t: Int[Array, ""],
+    is_sampled: Bool[Array, "B G"],
+    is_end: Bool[Array, "B G"],
+    pad_id: int,
+) -> Conversation:
+    """Account for the token at t, and let the environment answer the turns that it ended.
+
+    Args:
+        dialogue: the environment.
+        conversation: before t.
+        completions: position t included.
+        t: the position just written.
+        is_sampled: the token at t was sampled, not read.
+        is_end: it is an end token.
+        pad_id: fills up the turns that the environment is given.
+    """
+    n_unread = jnp.maximum(conversation.n_unread - 1, 0)
+    is_read_up = (conversation.n_unread > 0) & (n_unread == 0)
+    turn_start = jnp.where(is_read_up, t + 1, conversation.turn_start)
+    is_full = is_sampled & (t + 1 - turn_start >= dialogue.max_turn_tokens)
+    is_over = is_end | is_full
+    running = Conversation(conversation.last, n_unread, turn_start)
+
+    def answer(running: Conversation) -> Conversation:
+        last = running.last
+        at = running.turn_start[..., None] + jnp.arange(dialogue.max_turn_tokens).reshape(1, 1, -1)
+        within = jnp.minimum(at, completions.tokens.shape[-1] - 1)
+        turns = jnp.take_along_axis(completions.tokens, within, -1)
+        reply = dialogue.reply(last.states, jnp.where(at <= t, turns, pad_id), t)
+        reply = reply._replace(rewards=last.rewards + reply.rewards)
+
+        def choose(new, old):
+            return jnp.where(is_over.reshape(is_over.shape + (1,) * (new.ndim - 2)), new, old)
+
+        n_written = reply.written.mask.sum(-1)
+        return Conversation(
+            jax.tree.map(choose, reply, last),
+            choose(jnp.where(reply.is_terminated, 0, n_written), running.n_unread),
+            choose(jnp.full_like(running.turn_start, t + 1), running.turn_start),
+        )
+
+    return jax.lax.cond(is_over.any(), answer, lambda running: running, running)
+
+
+def windows(steps: int, block: int, most: int = MAX_WINDOWS) -> list[tuple[int, int]]:
+    """Cut `steps` into at most `most` ranges of whole blocks, and a rest.
 
     >>> windows(15, 8)
     [(0, 8), (8, 15)]
     """
     whole = steps - steps % block
-    size = -(-whole // (block * MAX_WINDOWS)) * block
+    size = -(-whole // (block * most)) * block
     edges = list(range(0, whole, size)) if whole else []
     edges += [whole, steps] if steps % block else [whole]
     return list(zip(edges[:-1], edges[1:], strict=True))

@@ -1,0 +1,148 @@
+"""Transcripts of a demonstrator that knows the answers and wastes calls, for the warm start."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jaxrl_llm.envs.device_tools import ITEMS, PRICE, SHELVES, THINGS
+from jaxrl_llm.envs.dialogue import DialogueEnv, EnvParams
+from jaxrl_llm.envs.questions import (
+    ANSWERS,
+    ARITHMETIC,
+    GIVEN,
+    LOOKUP,
+    SEARCH,
+    TWO_HOP,
+)
+from jaxrl_llm.types import ConfigError, Prompts
+
+
+class Demonstrations(NamedTuple):
+    """N dialogues to learn from."""
+
+    prompts: Prompts  # [N, P]
+    tokens: Int[np.ndarray, "N T"]
+    loss_mask: Bool[np.ndarray, "N T"]  # the agent's turns
+    attention_mask: Bool[np.ndarray, "N T"]  # those, and what the environment wrote
+
+
+def demonstrations(
+    env: DialogueEnv,
+    params: EnvParams,
+    n: int,
+    *,
+    max_tokens: int,
+    seed: int,
+    waste: float = 0.5,
+    repeat: float = 0.15,
+) -> Demonstrations:
+    """Play n episodes by script; every answer is right.
+
+    Args:
+        env: the environment.
+        params: which episodes it draws.
+        n: how many.
+        max_tokens: T, room for a dialogue after its first question.
+        seed: of episodes and script.
+        waste: chance of a call for a question that needs none.
+        repeat: chance that a call is made twice.
+
+    Raises:
+        ConfigError: a dialogue does not fit, or an answer turned out wrong.
+    """
+    rng = np.random.default_rng(seed)
+    reset = jax.jit(jax.vmap(env.reset_env, in_axes=(0, None)))
+    step = jax.jit(jax.vmap(env.step_env, in_axes=(0, 0, 0, None)))
+    keys = jax.random.split(jax.random.key(seed), n)
+    prompts, states = reset(keys, params)
+    scripts = write_scripts(jax.device_get(states), rng, waste, repeat)
+    transcripts: list[list[tuple[int, bool]]] = [[] for _ in range(n)]
+    for turn in range(max(map(len, scripts))):
+        actions = np.full((n, env.max_turn_tokens), env.tokenizer.pad_id, np.int32)
+        for i, script in enumerate(scripts):
+            if turn < len(script):
+                ids = [*env.tokenizer.encode(script[turn]), env.tokenizer.eos_ids[0]]
+                actions[i, : len(ids)] = ids
+                transcripts[i] += [(token, True) for token in ids]
+        written, states, _, _, info = step(keys, states, actions, params)
+        written, n_correct = jax.device_get((written, info["is_correct"]))
+        for i, script in enumerate(scripts):
+            if turn < len(script) - 1:
+                transcripts[i] += [(token, False) for token in written.tokens[i][written.mask[i]]]
+            elif turn == len(script) - 1 and not n_correct[i]:
+                raise ConfigError(f"the demonstrator failed: {script}; has a tool been replaced?")
+    return pack(jax.device_get(prompts), transcripts, max_tokens, env.tokenizer.pad_id)
+
+
+def pack(
+    prompts: Prompts, transcripts: list[list[tuple[int, bool]]], max_tokens: int, pad_id: int
+) -> Demonstrations:
+    """Right-pad the transcripts."""
+    longest = max(map(len, transcripts))
+    if longest > max_tokens:
+        raise ConfigError(
+            f"max_tokens={max_tokens}: a demonstrated dialogue takes {longest} tokens; set "
+            f"max_tokens to at least that"
+        )
+    tokens = np.full((len(transcripts), max_tokens), pad_id, np.int32)
+    masks = np.zeros((2, *tokens.shape), bool)
+    for i, transcript in enumerate(transcripts):
+        ids, is_said = zip(*transcript, strict=True)
+        tokens[i, : len(ids)] = ids
+        masks[0, i, : len(ids)] = is_said
+        masks[1, i, : len(ids)] = True
+    return Demonstrations(prompts, tokens, *masks)
+
+
+def write_scripts(
+    states: Any, rng: np.random.Generator, waste: float, repeat: float
+) -> list[list[str]]:
+    """The turns of each episode."""
+    n = len(states.n_questions)
+    rows = (jax.tree.map(lambda x, i=i: x[i], states) for i in range(n))
+    scripts = []
+    for row in rows:
+        asked = [row.question, row.follow_up][: int(row.n_questions)]
+        script = []
+        for question in asked:
+            calls = needed_calls(question, row.world) or wasted_calls(question, rng, waste)
+            for call in calls:
+                script += [f"<call>{call}</call>"] * (1 + (rng.random() < repeat))
+            script.append(f"<answer>{answer(question)}</answer>")
+        scripts.append(script)
+    return scripts
+
+
+def expression(question: Any) -> str:
+    return f"{question.first}{'+-*'[question.operator]}{question.second}"
+
+
+def needed_calls(question: Any, world: Any) -> list[str]:
+    """The calls without which the question cannot be answered."""
+    if question.n_needed == 0:
+        return []
+    place = int(question.first)
+    field = "price" if question.second == PRICE else "stock"
+    if question.family == ARITHMETIC:
+        return [f"calc {expression(question)}"]
+    if question.family == SEARCH:
+        return [f"search {THINGS.words[world.things[place]]}"]
+    of_item = f"lookup {ITEMS.words[world.items[place]]} {field}"
+    return {LOOKUP: [of_item], TWO_HOP: [f"lookup {SHELVES.words[place]} item", of_item]}[
+        int(question.family)
+    ]
+
+
+def wasted_calls(question: Any, rng: np.random.Generator, waste: float) -> list[str]:
+    """A call that the question does not need, sometimes."""
+    if rng.random() >= waste:
+        return []
+    if question.family == ARITHMETIC:
+        return [f"calc {expression(question)}"]
+    return [f"search {GIVEN.words[question.first]}"]
+
+
+def answer(question: Any) -> str:
+    return ANSWERS.words[question.word] if question.word >= 0 else str(question.number)
