@@ -140,17 +140,19 @@ class PythonLimits:
     output: int = 10_000
 
     def __post_init__(self):
-        least = {"seconds": 0.1, "cpu_seconds": 1, "memory": 1 << 26, "open_files": 8, "output": 1}
+        least = dict(
+            seconds=0.1, cpu_seconds=1, memory=1 << 26, file_size=0, open_files=8, output=1
+        )
         for name, value in least.items():
             if not getattr(self, name) >= value:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected at least {value}")
 
     def as_rlimits(self) -> dict[str, int]:
         return {
-            "RLIMIT_CPU": self.cpu_seconds,
-            "RLIMIT_AS": self.memory,
-            "RLIMIT_FSIZE": self.file_size,
-            "RLIMIT_NOFILE": self.open_files,
+            "RLIMIT_CPU": int(self.cpu_seconds),
+            "RLIMIT_AS": int(self.memory),
+            "RLIMIT_FSIZE": int(self.file_size),
+            "RLIMIT_NOFILE": int(self.open_files),
             "RLIMIT_NPROC": 0,
             "RLIMIT_CORE": 0,
         }

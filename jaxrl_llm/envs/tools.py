@@ -27,6 +27,7 @@ from jaxrl_llm.types import ConfigError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_NAME = re.compile("[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _MAX_RUNNING = 32  # calls of one tool at a time, those included that will never end
 _MIN_OUTPUT = 16
 
@@ -64,7 +65,7 @@ class Tool:
     max_output: int = 1000
 
     def __post_init__(self):
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_-]{0,63}", str(self.name)):
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
             raise ConfigError(
                 f"tool name {self.name!r}: expected a letter, then letters, digits, - or _, at "
                 "most 64 in all, such as search"
