@@ -13,7 +13,8 @@ Time      TODO
 from dataclasses import dataclass
 
 from experiments import cli
-from experiments.countdown import CountdownConfig, run_countdown
+from experiments.common import run_experiment
+from experiments.countdown import CountdownConfig
 from jaxrl_llm.losses.dapo import DAPOConfig
 from jaxrl_llm.sampling import SamplingConfig
 from jaxrl_llm.training import TrainConfig
@@ -27,12 +28,12 @@ class Config(CountdownConfig):
     sampling: SamplingConfig = SamplingConfig(max_tokens=10, block=3)
     """How completions are drawn in training."""
     # Half of GRPO's problems: all of them teach, and finding them takes two to four rollouts.
-    train: TrainConfig = TrainConfig(iterations=400, prompts=64, group_size=8, microbatches=2)
+    train: TrainConfig = TrainConfig(iterations=330, prompts=64, group_size=8, microbatches=2)
     """Sizes and order of the updates."""
 
 
 def main(config: Config) -> bool:
-    return run_countdown("dapo_countdown", config.resolved())
+    return run_experiment("dapo_countdown", config.resolved())
 
 
 if __name__ == "__main__":

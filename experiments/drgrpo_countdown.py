@@ -11,7 +11,8 @@ Time      TODO
 from dataclasses import dataclass
 
 from experiments import cli
-from experiments.countdown import CountdownConfig, run_countdown
+from experiments.common import run_experiment
+from experiments.countdown import CountdownConfig
 from jaxrl_llm.losses.family import DrGRPOConfig
 
 
@@ -23,7 +24,7 @@ class Config(CountdownConfig):
 
 
 def main(config: Config) -> bool:
-    return run_countdown("drgrpo_countdown", config.resolved())
+    return run_experiment("drgrpo_countdown", config.resolved())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ Time      about 6 minutes on 2 CPU cores, the warm start included
 from dataclasses import dataclass
 
 from experiments import cli
-from experiments.countdown import CountdownConfig, run_countdown
+from experiments.common import run_experiment
+from experiments.countdown import CountdownConfig
 from jaxrl_llm.losses.grpo import GRPOConfig
 
 
@@ -24,7 +25,7 @@ class Config(CountdownConfig):
 
 
 def main(config: Config) -> bool:
-    return run_countdown("grpo_countdown", config.resolved())
+    return run_experiment("grpo_countdown", config.resolved())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ Time      TODO
 from dataclasses import dataclass
 
 from experiments import cli
-from experiments.countdown import CountdownConfig, run_countdown
+from experiments.common import run_experiment
+from experiments.countdown import CountdownConfig
 from jaxrl_llm.losses.family import GSPOConfig
 from jaxrl_llm.training import TrainConfig
 
@@ -22,13 +23,13 @@ class Config(CountdownConfig):
 
     algorithm: GSPOConfig = GSPOConfig(kl_in="monitor")
     train: TrainConfig = TrainConfig(
-        iterations=460, prompts=128, group_size=8, minibatches=2, microbatches=2
+        iterations=400, prompts=128, group_size=8, minibatches=2, microbatches=2
     )
     """Sizes and order of the updates."""
 
 
 def main(config: Config) -> bool:
-    return run_countdown("gspo_countdown", config.resolved())
+    return run_experiment("gspo_countdown", config.resolved())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ Time      TODO
 from dataclasses import dataclass
 
 from experiments import cli
-from experiments.countdown import CountdownConfig, run_countdown
+from experiments.common import run_experiment
+from experiments.countdown import CountdownConfig
 from jaxrl_llm.losses.ppo import PPOConfig
 from jaxrl_llm.training import TrainConfig
 
@@ -23,13 +24,13 @@ class Config(CountdownConfig):
 
     algorithm: PPOConfig = PPOConfig(kl_coef=0.001, entropy_coef=0.003)
     train: TrainConfig = TrainConfig(
-        iterations=280, prompts=128, group_size=8, minibatches=2, microbatches=2
+        iterations=220, prompts=128, group_size=8, minibatches=2, microbatches=2
     )
     """Sizes and order of the updates."""
 
 
 def main(config: Config) -> bool:
-    return run_countdown("ppo_countdown", config.resolved())
+    return run_experiment("ppo_countdown", config.resolved())
 
 
 if __name__ == "__main__":

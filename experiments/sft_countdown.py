@@ -4,20 +4,23 @@ It makes (or finds) the warm start that the other Countdown experiments begin wi
 """
 
 from experiments import cli
-from experiments.countdown import CountdownConfig, make_setting, measure, train_warm_start
-from jaxrl_llm.logging import provenance, write_summary
+from experiments.common import ExperimentConfig, make_trainer, train_warm_start
+from experiments.countdown import CountdownConfig
+from jaxrl_llm.logging import provenance, write_json
 
 
-def main(config: CountdownConfig) -> bool:
+def main(config: ExperimentConfig) -> bool:
     config = config.resolved()
-    result, folder = train_warm_start(config.warm_start, config.run)
+    setting = config.setting()
+    result, path = train_warm_start(config, setting)
     if result.is_complete:
-        setting = make_setting(config.task, config.model, config.sampling.max_tokens)
-        metrics = measure(setting, config.sampling, config.eval)(result.params).metrics
+        metrics = (
+            make_trainer(config, setting, result.params, path).measure()(result.params).metrics
+        )
         for name, value in metrics.items():
             print(f"{name:<22} {value:.3f}")
-        write_summary(folder, {"after": metrics} | provenance())
-    print(f"warm start: {folder.path}")
+        write_json(path / "summary.json", {"after": metrics} | provenance())
+    print(f"warm start: {path}")
     return result.is_complete
 
 

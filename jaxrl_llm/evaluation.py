@@ -47,6 +47,13 @@ def mean_over_problems(values: Float[np.ndarray, "N"], confidence: float = 0.95)
     return Estimate(mean, float(center - half), float(center + half), n)
 
 
+def mean_count(values: Float[np.ndarray, "N"], confidence: float = 0.95) -> Estimate:
+    """A mean of per-problem values of any size, with the normal interval of its standard error."""
+    n, mean = len(values), float(np.mean(values))
+    half = float(stats.norm.ppf(0.5 + confidence / 2) * np.std(values) / np.sqrt(n))
+    return Estimate(mean, mean - half, mean + half, n)
+
+
 def pass_at_k(is_correct: Bool[np.ndarray, "N S"], k: int) -> Float[np.ndarray, "N"]:
     """Unbiased estimate, per problem, of the chance that one of k samples is right.
 
@@ -81,10 +88,12 @@ class Evaluation(NamedTuple):
     sampled: Estimate
     pass_at: Estimate
     k: int
+    counts: dict[str, Estimate]  # whatever else the environment reports of the samples
 
     def metrics(self) -> dict[str, float]:
         """Flat figures for the log."""
         named = {"greedy": self.greedy, "sampled": self.sampled, f"pass@{self.k}": self.pass_at}
+        named |= self.counts
         return {
             f"eval/{name}{suffix}": value
             for name, estimate in named.items()
@@ -105,13 +114,15 @@ def make_evaluate(
     def evaluate(params) -> tuple[Evaluation, Rollout]:
         best = jax.device_get(greedy(params, key).info["is_correct"])
         rolled = sampled(params, key)
-        is_correct = np.asarray(jax.device_get(rolled.info["is_correct"]), bool)
+        info = jax.device_get(rolled.info)
+        is_correct = np.asarray(info["is_correct"], bool)
         k = is_correct.shape[1]
         result = Evaluation(
             greedy=proportion(int(best.sum()), best.shape[0]),
             sampled=mean_over_problems(is_correct.mean(1)),
             pass_at=mean_over_problems(pass_at_k(is_correct, k)),
             k=k,
+            counts={k: mean_count(x.mean(1)) for k, x in info.items() if not k.startswith("is_")},
         )
         return result, rolled
 

@@ -55,13 +55,15 @@ class Examples(NamedTuple):
 
     prompts: Prompts
     tokens: Int[Array, "N T"]
-    mask: Bool[Array, "N T"]
+    mask: Bool[Array, "N T"]  # the tokens to learn
+    attention_mask: Bool[Array, "N T"] | None = None  # the real ones, where there are others
 
 
 def sft_loss(params: Params, model: LanguageModel, examples: Examples) -> LossOutput:
     """Cross-entropy of the completion's tokens, in nats: −Σ log π(token) / number of tokens."""
     tokens, mask = examples.tokens[:, None], examples.mask[:, None]
-    completions = Completions(tokens, mask, mask, jnp.zeros(tokens.shape))
+    is_real = mask if examples.attention_mask is None else examples.attention_mask[:, None]
+    completions = Completions(tokens, mask, is_real, jnp.zeros(tokens.shape))
     scores = score(params, model, examples.prompts, completions)
     means = {"sft/entropy": masked_sum(scores.entropy_t, mask)}
     return LossOutput(aggregate(-scores.logp_t, mask, "token"), means, {}, {})

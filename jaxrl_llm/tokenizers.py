@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -63,13 +62,14 @@ class CharTokenizer:
     def __init__(self, alphabet: str, words: Sequence[str] = ()):
         if len(set(alphabet)) != len(alphabet) or not alphabet.isascii():
             raise ConfigError(f"alphabet must be distinct ASCII characters, got {alphabet!r}")
-        self.alphabet = alphabet
+        self.alphabet, self.words = alphabet, list(words)
         self.symbols = [*alphabet, *words]
         if len(set(self.symbols)) != len(self.symbols) or set("".join(words)) - set(alphabet):
             raise ConfigError(f"words must be distinct and in {alphabet!r}, got {list(words)}")
         self._ids = {symbol: i + self._n_special for i, symbol in enumerate(self.symbols)}
         longest_first = sorted(self.symbols, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        self.token_bytes = self._make_token_bytes()
 
     @property
     def vocab_size(self) -> int:
@@ -90,8 +90,7 @@ class CharTokenizer:
         """The text of `ids`; special tokens stand for nothing."""
         return "".join(self.symbols[i - self._n_special] for i in ids if i >= self._n_special)
 
-    @cached_property
-    def token_bytes(self) -> TokenBytes:
+    def _make_token_bytes(self) -> TokenBytes:
         symbols = [b""] * self._n_special + [symbol.encode() for symbol in self.symbols]
         length = np.array([len(symbol) for symbol in symbols], np.int32)
         padded = [symbol.ljust(length.max(), b"\0") for symbol in symbols]

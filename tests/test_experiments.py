@@ -113,8 +113,8 @@ def test_the_paper_flag_gives_the_published_settings(arm):
 
 
 def test_all_experiments_share_the_warm_start():
-    warm_starts = {experiment(arm).Config().warm_start for arm in ARMS}
-    assert len(warm_starts) == 1
+    warm_starts = [experiment(arm).Config().warm_start for arm in ARMS]
+    assert all(warm_start == warm_starts[0] for warm_start in warm_starts)
 
 
 def test_a_comparison_of_unknown_arms_names_the_known_ones():
@@ -137,7 +137,7 @@ def test_the_smoke_run_leaves_everything_it_promises_and_survives_kill_9(tmp_pat
     whole = start(tmp_path / "whole")
     printed, _ = whole.communicate()
     assert whole.returncode == 0
-    assert "held-out accuracy" in printed
+    assert "held out" in printed
     folder = tmp_path / "whole" / f"{arm}_countdown" / "smoke"
     assert {p.name for p in folder.iterdir()} >= {
         "config.json", "metrics.jsonl", "timing.jsonl", "samples.jsonl", "checkpoints", "plots",

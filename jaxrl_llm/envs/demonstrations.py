@@ -116,6 +116,7 @@ def write_scripts(
 
 
 def expression(question: Any) -> str:
+    """The sum that is asked for."""
     return f"{question.first}{'+-*'[question.operator]}{question.second}"
 
 
@@ -145,4 +146,5 @@ def wasted_calls(question: Any, rng: np.random.Generator, waste: float) -> list[
 
 
 def answer(question: Any) -> str:
+    """The right answer."""
     return ANSWERS.words[question.word] if question.word >= 0 else str(question.number)

@@ -74,7 +74,7 @@ def draw_world(key: Key[Array, ""]) -> World:
 
 
 def draw_question(
-    key: Key[Array, ""], world: World, weights: Float[Array, "5"], large: Float[Array, ""]
+    key: Key[Array, ""], world: World, weights: Float[Array, "5"], large: float | Float[Array, ""]
 ) -> Question:
     """A question of a family drawn with `weights`; `large` is the chance of large numbers."""
     keys = jax.random.split(key, 7)

@@ -49,7 +49,7 @@ def tool_efficiency(s: EpisodeStatistics) -> Float[Array, ""]:
 
 
 def dialogue_quality(s: EpisodeStatistics) -> Float[Array, ""]:
-    """½ for answering, ½ for well-formed turns, less 0.1 for every 16 tokens a question beyond 16."""
+    """½ for answering, ½ for well-formed turns, less what takes over 16 tokens a question."""
     answering = s.answered / s.questions
     protocol = 1.0 - s.malformed / jnp.maximum(s.turns, 1.0)
     rambling = jnp.maximum(s.tokens / (16.0 * s.questions) - 1.0, 0.0)
@@ -79,6 +79,5 @@ def make_reward(reward_fn: str | RewardFn | Mapping[str, float]) -> RewardFn:
             f"{', '.join(REWARDS)}, a mapping from these to weights, or a function of "
             "EpisodeStatistics"
         )
-    return lambda statistics: sum(
-        weight * REWARDS[name](statistics) for name, weight in weights.items()
-    )
+    parts = [(weight, REWARDS[name]) for name, weight in weights.items()]
+    return lambda s: jnp.stack([weight * reward(s) for weight, reward in parts]).sum()

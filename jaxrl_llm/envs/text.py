@@ -32,7 +32,7 @@ def find(text: Text, word: bytes, start: int | Int[Array, ""] = 0) -> Int[Array,
     return jnp.where(is_here.any(), is_here.argmax(), n)
 
 
-def cut(text: Text, start: Int[Array, ""], stop: Int[Array, ""], size: int) -> Text:
+def cut(text: Text, start: int | Int[Array, ""], stop: Int[Array, ""], size: int) -> Text:
     """The bytes from `start` to before `stop`, without spaces around them, at most `size`.
 
     A longer piece is cut; its length still says how long it was.
