@@ -73,6 +73,17 @@ def test_the_estimate_agrees_with_the_explicit_jacobians(model, params, moved, f
     assert (np.abs(difference) <= 4 * error[mask] + 1e-9).all()
 
 
+def test_directions_have_norm_one_and_leave_padding_alone(model, params, prompts, completions):
+    drift = make_drift(params, model, prompts, completions, jax.random.key(0))
+    direction = np.float64(drift.direction)
+    is_real = np.asarray(completions.attention_mask)
+    assert (direction[~is_real] == 0).all()
+    norm = np.sqrt((direction**2).sum((-2, -1)))
+    np.testing.assert_allclose(norm, is_real.any(-1), rtol=1e-5)  # one completion is empty
+    np.testing.assert_array_equal(drift.embeddings, params["embedding"][completions.tokens])
+    assert np.isfinite(drift.old_tangent_t).all()
+
+
 @pytest.fixture(scope="module")
 def penalty(model, params, few):
     """`(policy, old tangent)` to the penalty, the policy's own tangent and the gradient."""
