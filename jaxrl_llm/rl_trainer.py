@@ -18,9 +18,9 @@ from jaxrl_llm.losses.objective import make_algorithm
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
 from jaxrl_llm.policy import Policy
-from jaxrl_llm.reporting import report
 from jaxrl_llm.rollout import Rollout, RolloutFn, make_rollout
 from jaxrl_llm.sampling import SamplingConfig
+from jaxrl_llm.summary import summarize
 from jaxrl_llm.tokenizers import Tokenizer
 from jaxrl_llm.trainer import FREE_FIELDS, Measured, RunConfig, train
 from jaxrl_llm.training import (
@@ -171,7 +171,7 @@ class RLTrainer:
             trained = dataclasses.replace(self.policy, params=result.params)
             if result.is_complete:
                 seconds = time.perf_counter() - started
-                report(self.name, folder, result, seconds, sizes)
+                summarize(self.name, folder, result, seconds, sizes)
                 trained.save(folder.path / "policy")
             else:
                 print(

@@ -139,6 +139,7 @@ class DialogueEnv(environment.Environment):
         tokenizer: the policy's; by default `dialogue_tokenizer()`.
         max_turn_tokens: A, tokens of one turn at most, end token included.
         max_written: P, tokens that the environment writes at once at most; more is cut off.
+        max_completion: T, tokens that a whole dialogue usually needs after its first question.
 
     Raises:
         ConfigError: an unknown reward, or a tool without an on-device form.
@@ -156,6 +157,7 @@ class DialogueEnv(environment.Environment):
         tokenizer: Tokenizer | None = None,
         max_turn_tokens: int = 16,
         max_written: int = 20,
+        max_completion: int = 80,
     ):
         self.reward_fn = make_reward(reward_fn)
         self.tools = device_tools.registered(ToolManager()) if tools is None else tools
@@ -171,7 +173,7 @@ class DialogueEnv(environment.Environment):
         self._errors = {name: writer.literal(text) for name, text in ERRORS.items()}
         self._open, self._close = writer.literal("<result>"), writer.literal("</result>")
         self._questions = QuestionWriter(writer)
-        self.max_written = max_written
+        self.max_written, self.max_completion = max_written, max_completion
 
     @property
     def name(self) -> str:

@@ -37,7 +37,7 @@ MEASURED = {  # the evaluation that belongs into a panel
 }
 
 
-def report(
+def summarize(
     experiment: str, folder: RunFolder, result: RunResult, seconds: float, sizes: TrainConfig
 ) -> Row:
     """Print before and after with intervals, draw the curves, write summary.json; returns it."""

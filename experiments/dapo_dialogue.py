@@ -1,0 +1,32 @@
+"""Claim: DAPO teaches an agent to answer more questions with fewer needless calls.
+
+A policy that was shown dialogues in which tools are called too often is trained on what an episode
+is worth: right answers less the cost of calls, and of wasted ones above all.
+
+Command   python -m experiments.dapo_dialogue
+Expected  TODO
+Time      TODO
+"""
+
+from dataclasses import dataclass
+
+from experiments import cli
+from experiments.common import run_experiment
+from experiments.dialogue import DialogueConfig
+from jaxrl_llm.losses.dapo import DAPOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DialogueConfig):
+    """DAPO on dialogues with tools."""
+
+    algorithm: DAPOConfig = DAPOConfig(kl_in="monitor")
+    """The objective."""
+
+
+def main(config: Config) -> bool:
+    return run_experiment("dapo_dialogue", config.resolved())
+
+
+if __name__ == "__main__":
+    cli.run(Config, main, __doc__)

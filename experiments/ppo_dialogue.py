@@ -1,0 +1,32 @@
+"""Claim: PPO teaches an agent to answer more questions with fewer needless calls.
+
+A policy that was shown dialogues in which tools are called too often is trained on what an episode
+is worth: right answers less the cost of calls, and of wasted ones above all.
+
+Command   python -m experiments.ppo_dialogue
+Expected  TODO
+Time      TODO
+"""
+
+from dataclasses import dataclass
+
+from experiments import cli
+from experiments.common import run_experiment
+from experiments.dialogue import DialogueConfig
+from jaxrl_llm.losses.ppo import PPOConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DialogueConfig):
+    """PPO on dialogues with tools."""
+
+    algorithm: PPOConfig = PPOConfig(kl_coef=0.001, entropy_coef=0.003)
+    """The objective."""
+
+
+def main(config: Config) -> bool:
+    return run_experiment("ppo_dialogue", config.resolved())
+
+
+if __name__ == "__main__":
+    cli.run(Config, main, __doc__)
