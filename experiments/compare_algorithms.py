@@ -5,8 +5,8 @@ the run of its own experiment, with its settings, in its own folder: what is fin
 again, what was interrupted goes on.
 
 Command   python -m experiments.compare_algorithms
-Expected  TODO
-Time      TODO
+Expected  sampled accuracy +23.8 (PPO), +25.9 (GRPO), +25.8 (DAPO), seed 0, 95 % intervals apart
+Time      about 15 minutes on 2 CPU cores
 """
 
 import importlib
