@@ -361,7 +361,9 @@ def converse(
         at = running.turn_start[..., None] + jnp.arange(dialogue.max_turn_tokens).reshape(1, 1, -1)
         within = jnp.minimum(at, completions.tokens.shape[-1] - 1)
         turns = jnp.take_along_axis(completions.tokens, within, -1)
-        reply = dialogue.reply(last.states, jnp.where(at <= t, turns, pad_id), t)
+        # Rows whose turn is not over say nothing: an environment may act on what is said.
+        is_said = (at <= t) & is_over[..., None]
+        reply = dialogue.reply(last.states, jnp.where(is_said, turns, pad_id), t)
         reply = reply._replace(rewards=last.rewards + reply.rewards)
 
         def choose(new, old):

@@ -1,4 +1,4 @@
-"""A dialogue with tools, wholly on the device: a user asks, the agent calls tools and answers.
+"""A dialogue with tools, on the device: a user asks, the agent calls tools and answers.
 
 An action is one turn of the agent, tokens that end with an end token and read
 
@@ -7,6 +7,10 @@ An action is one turn of the agent, tokens that end with an end token and read
 A call is answered by `<result>TEXT</result>`, an answer by the next question or by the end of the
 episode. Anything else is malformed, and told so. Questions are of five families
 (`questions.FAMILIES`); some need no tool, one needs two calls.
+
+Tools of the host are called from the compiled program through one callback a turn. Their results
+are written as far as the tokenizer knows the characters (`host_calls.encode_known`) and there is
+room; without such tools nothing leaves the device.
 """
 
 import dataclasses
@@ -22,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxrl_llm.envs import device_tools, questions
 from jaxrl_llm.envs.device_tools import World
+from jaxrl_llm.envs.host_calls import HostCaller
 from jaxrl_llm.envs.questions import FAMILIES, PHRASES, Question, QuestionWriter
 from jaxrl_llm.envs.rewards import EpisodeStatistics, make_reward
 from jaxrl_llm.envs.text import (
@@ -142,7 +147,7 @@ class DialogueEnv(environment.Environment):
         max_completion: T, tokens that a whole dialogue usually needs after its first question.
 
     Raises:
-        ConfigError: an unknown reward, or a tool without an on-device form.
+        ConfigError: an unknown reward, or no tool.
     """
 
     max_turns = 8
@@ -164,16 +169,18 @@ class DialogueEnv(environment.Environment):
         self.tokenizer = dialogue_tokenizer() if tokenizer is None else tokenizer
         self.max_turn_tokens = max_turn_tokens
         writer = Writer(self.tokenizer)
-        on_device = self.tools.device_tools()
-        if not on_device:
+        on_device, on_host = self.tools.device_tools(), self.tools.host_tools()
+        self.tool_names = [tool.name for tool in (*on_device, *on_host)]
+        if not self.tool_names:
             raise ConfigError("DialogueEnv has no tool: register one, or leave `tools` out")
-        self.tool_names = [tool.name for tool in on_device]
         self._names = Lexicon(self.tool_names)
         self._handlers = [tool.function(writer) for tool in on_device]
         self._errors = {name: writer.literal(text) for name, text in ERRORS.items()}
         self._open, self._close = writer.literal("<result>"), writer.literal("</result>")
         self._questions = QuestionWriter(writer)
         self.max_written, self.max_completion = max_written, max_completion
+        room = max(max_written - self._open.ids.size - self._close.ids.size, 1)
+        self._call_host = HostCaller(self.tools, self.tokenizer, room) if on_host else None
 
     @property
     def name(self) -> str:
@@ -256,19 +263,18 @@ class DialogueEnv(environment.Environment):
         """Run the call, if it is one; the statistics with it, and what to write for it."""
         name, arguments = split(turn.content, 2, CONTENT_BYTES)
         tool = jnp.where(turn.is_call, self._names.read(name), -1)
-        answers = [handle(arguments, state.world) for handle in self._handlers]
-        is_chosen = [tool == i for i in range(len(answers))]
-        is_ok = jnp.stack(
-            [chosen & answer.is_ok for chosen, answer in zip(is_chosen, answers, strict=True)]
-        ).any()
+        answers = [
+            (tool == i, handle(arguments, state.world)) for i, handle in enumerate(self._handlers)
+        ]
+        if self._call_host is not None:
+            on_host = tool - len(self._handlers)
+            answers.append((on_host >= 0, self._call_host(on_host, arguments)))
+        is_ok = jnp.stack([is_chosen & answer.is_ok for is_chosen, answer in answers]).any()
         is_known = tool >= 0
         is_malformed = ~turn.is_call & ~turn.is_answer
         is_repeated = turn.is_call & (state.history == fingerprint(turn.content)).any()
         written = join(
-            *(
-                when(chosen & a.is_ok, a.tokens)
-                for chosen, a in zip(is_chosen, answers, strict=True)
-            ),
+            *(when(is_chosen & answer.is_ok, answer.tokens) for is_chosen, answer in answers),
             when(is_known & ~is_ok, self._errors["failed"]),
             when(turn.is_call & ~is_known, self._errors["unknown"]),
             when(is_malformed, self._errors["malformed"]),
@@ -286,7 +292,7 @@ class DialogueEnv(environment.Environment):
             "redundant": is_repeated,
             "unnecessary": turn.is_call & (state.calls_here >= state.question.n_needed),
             "malformed": is_malformed,
-            "by_tool": jnp.stack(is_chosen),
+            "by_tool": tool == jnp.arange(len(self.tool_names)),
         }
         counts = {field: getattr(old, field) + counted[field] for field in counted}
         return dataclasses.replace(old, **counts), written
