@@ -132,7 +132,7 @@ class PythonLimits:
         output: what it may print, bytes; more of it ends the program.
     """
 
-    seconds: float = 5.0
+    seconds: float = 10.0
     cpu_seconds: int = 2
     memory: int = 1 << 29
     file_size: int = 1 << 20
@@ -311,7 +311,8 @@ def files_are_protected() -> bool:
 
 
 def _is_refused(action: str) -> bool:
-    return run_python(f"try: {action}\nexcept OSError: print('refused')") == ("ok", "refused")
+    code = f"try: {action}\nexcept OSError: print('refused')"
+    return run_python(code, PythonLimits(seconds=60.0)) == ("ok", "refused")
 
 
 def _one_string(name: str, description: str) -> dict:

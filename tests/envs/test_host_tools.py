@@ -141,12 +141,18 @@ def test_nothing_found_is_said(tmp_path):
         "dogs\0",
         "dogs\ud800",
         "dogs'; DROP TABLE passages; --",
-        "dogs " + " ".join(map(str, range(10_000))),
         "_ dogs ́",
     ],
 )
 def test_queries_are_words_and_never_syntax(tmp_path, query):
     assert document_search(write(tmp_path, a_txt="dogs"))(query) == "a.txt: dogs"
+
+
+def test_a_query_of_a_hundred_thousand_words_is_answered_at_once(tmp_path):
+    search = document_search(write(tmp_path, a_txt="dogs"))
+    start = time.process_time()
+    assert search(" ".join(["dogs", *map(str, range(100_000))])) == "a.txt: dogs"
+    assert time.process_time() - start < 3
 
 
 def test_many_threads_may_search_at_once(tmp_path):
@@ -185,15 +191,20 @@ seccomp = pytest.mark.skipif(not kernel_has_seccomp(), reason="the kernel has no
 landlock = pytest.mark.skipif(not kernel_has_landlock(), reason="the kernel has no Landlock")
 
 
+def patient(*, seconds=60.0, **limits):
+    """Limits under which a busy machine does not end a program that is not about time."""
+    return PythonLimits(seconds=seconds, **limits)
+
+
 def reason(code, **limits):
     """The first line of a failure."""
-    status, text = run_python(code, PythonLimits(**limits))
+    status, text = run_python(code, patient(**limits))
     assert status == "failed", text
     return text.splitlines()[0]
 
 
 def printed(code, **limits):
-    status, text = run_python(code, PythonLimits(**limits))
+    status, text = run_python(code, patient(**limits))
     assert status == "ok", text
     return text
 
@@ -212,13 +223,16 @@ def test_a_program_has_the_standard_library_and_nothing_else():
 
 @linux
 def test_a_failure_begins_with_its_reason():
-    assert run_python("print(1)\n1 / 0") == (
-        "failed",
-        "ZeroDivisionError: division by zero\n1\nTraceback (most recent call last):\n"
+    status, text = run_python("print(1)\n1 / 0", patient())
+    assert status == "failed"
+    assert text.splitlines()[:4] == [
+        "ZeroDivisionError: division by zero",
+        "1",
+        "Traceback (most recent call last):",
         '  File "<string>", line 2, in <module>',
-    )
+    ]
     assert reason("1 +").startswith("SyntaxError")
-    assert run_python("print(1); raise SystemExit(3)") == ("failed", "exit status 3\n1")
+    assert run_python("print(1); raise SystemExit(3)", patient()) == ("failed", "exit status 3\n1")
     assert reason("raise SystemExit('too cold')") == "too cold"
     assert reason("import ctypes; ctypes.string_at(0)") == "ended by a signal: Segmentation fault"
 
@@ -238,10 +252,8 @@ def test_what_cannot_be_passed_to_python_is_no_program(code):
 @linux
 def test_a_busy_program_is_ended_by_its_processor_time():
     start = time.monotonic()
-    assert reason("while True: pass", cpu_seconds=1, seconds=60) == (
-        "more than 1 s of processor time"
-    )
-    assert time.monotonic() - start < 30
+    assert reason("while True: pass", cpu_seconds=1) == ("more than 1 s of processor time")
+    assert time.monotonic() - start < 50
 
 
 @linux
@@ -265,9 +277,9 @@ def test_no_program_runs_past_its_time(code):
 @linux
 def test_what_was_printed_before_the_end_of_time_is_kept():
     code = "import time; print('begun'); time.sleep(1000)"
-    assert run_python(code, PythonLimits(seconds=1.0)) == (
+    assert run_python(code, PythonLimits(seconds=3.0)) == (
         "failed",
-        "not finished after 1 s\nbegun",
+        "not finished after 3 s\nbegun",
     )
 
 
@@ -301,7 +313,7 @@ def test_files_are_limited():
 )
 def test_output_is_read_no_further_than_its_limit(code):
     start = time.monotonic()
-    status, text = run_python(code, PythonLimits(output=100, seconds=60, cpu_seconds=60))
+    status, text = run_python(code, patient(output=100, cpu_seconds=60))
     assert status == "failed" and text.startswith("more than 100 bytes of output\n")
     assert len(text) <= len("more than 100 bytes of output\n") + 100
     assert time.monotonic() - start < 30
@@ -425,7 +437,7 @@ def test_no_signal_reaches_another_process():
 @seccomp
 def test_a_program_that_becomes_another_stays_confined():
     code = "import os; os.execv('/bin/sh', ['sh', '-c', 'echo shell; /bin/true; echo end'])"
-    status, text = run_python(code)
+    status, text = run_python(code, patient())
     assert status == "failed" and "shell" in text and "end" not in text
 
 
@@ -486,7 +498,7 @@ print(os.listdir())
 @linux
 def test_programs_run_at_once():
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda i: printed(f"print({i} ** 2)", seconds=60), range(12)))
+        answers = list(pool.map(lambda i: printed(f"print({i} ** 2)"), range(12)))
     assert answers == [str(i**2) for i in range(12)]
 
 
@@ -495,15 +507,16 @@ def test_the_python_tool_answers_through_the_manager():
     manager = ToolManager()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what this system cannot block is another test's
-        register_python(manager, limits=PythonLimits(seconds=1.0), max_output=60)
-    assert manager.names == ("python",)
+        register_python(manager, limits=patient(), max_output=60)
+        register_python(manager, name="hasty", limits=PythonLimits(seconds=0.5))
+    assert manager.names == ("python", "hasty")
     assert manager.call("python", "for i in range(2):\n    print(i)")[:2] == ("0\n1", "ok")
     result = manager.call("python", '{"code": "print(1 / 0)"}')
     assert result.status == "failed"
     assert result.text.startswith("error: ZeroDivisionError: division by zero\n")
     assert len(result.text.encode()) <= 60
-    result = manager.call("python", "import time; time.sleep(1000)")
-    assert result[:2] == ("error: not finished after 1 s", "failed")
+    result = manager.call("hasty", "import time; time.sleep(1000)")
+    assert result[:2] == ("error: not finished after 0.5 s", "failed")
     assert manager.call("python", "").status == "malformed"
 
 

@@ -328,7 +328,7 @@ def test_hanging_calls_do_not_pile_up_and_the_tool_recovers(hanging):
     assert answers[2:] == ["error: tool is busy with 2 other calls"] * 2
     assert len(set(threading.enumerate()) - before) == 2
     hanging.release.set()
-    assert hanging.call("tool", "").text == "done"
+    assert any(hanging.call("tool", "").text == "done" for _ in range(50))
 
 
 def test_a_hanging_tool_does_not_keep_the_interpreter_alive():
@@ -340,7 +340,7 @@ manager.register("hang", "", {"type": "object"}, lambda: threading.Event().wait(
 print(manager.call("hang", "").text)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
     assert (done.stdout, done.returncode) == ("error: no answer within 0.1 s\n", 0), done.stderr
 
@@ -454,3 +454,17 @@ def test_no_call_is_lost_among_threads(manager):
             "succeeded": 2000,
             "redundant": 1500,
         }
+
+
+def test_of_equal_calls_at_once_all_but_one_are_redundant(manager):
+    class SlowSet(set):
+        def __contains__(self, key):
+            found = super().__contains__(key)
+            time.sleep(0.02)
+            return found
+
+    episode = manager.episode()
+    episode._seen = SlowSet()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: episode.call("add", "1 2"), range(4)))
+    assert episode.statistics.total.redundant == 3
