@@ -14,7 +14,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from jaxrl_llm import charts
-from jaxrl_llm.charts import Chart
+from jaxrl_llm.chart_parts import Chart
 from jaxrl_llm.report import render
 from jaxrl_llm.runs import find_runs, group_runs
 from jaxrl_llm.types import ConfigError

@@ -16,7 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from jaxrl_llm.charts import Chart, color
+from jaxrl_llm.chart_parts import Chart, color
 from jaxrl_llm.runs import Group, Interval, Run, eval_names, final_reward, last_interval
 
 _TAGS = "call", "result", "answer", "user"

@@ -287,11 +287,15 @@ def _differences(runs: list[Run]) -> list[str]:
     paths = sorted({path for config in configs for path in config_diff(configs[0], config)})
     shown = paths[:_NAMED_FIELDS]
     told = [
-        ", ".join(f"{path.split('.')[-1]}={json.dumps(run.setting(path))}" for path in shown)
+        ", ".join(f"{path.split('.')[-1]}={_plain(run.setting(path))}" for path in shown)
         for run in runs
     ]
     is_ambiguous = len(set(told)) < len(told)
     return [f"{text} #{i}" if is_ambiguous else text for i, text in enumerate(told, start=1)]
+
+
+def _plain(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 # ---- what is compared
