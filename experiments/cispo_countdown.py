@@ -23,7 +23,7 @@ class Config(CountdownConfig):
 
     algorithm: CISPOConfig = CISPOConfig(kl_in="monitor")
     train: TrainConfig = TrainConfig(
-        iterations=400, prompts=128, group_size=8, minibatches=2, microbatches=2
+        iterations=200, prompts=128, group_size=8, minibatches=2, microbatches=2
     )
     """Sizes and order of the updates."""
 

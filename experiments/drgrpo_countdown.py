@@ -14,6 +14,7 @@ from experiments import cli
 from experiments.common import run_experiment
 from experiments.countdown import CountdownConfig
 from jaxrl_llm.losses.family import DrGRPOConfig
+from jaxrl_llm.training import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Config(CountdownConfig):
     """Dr. GRPO on Countdown."""
 
     algorithm: DrGRPOConfig = DrGRPOConfig(kl_in="monitor")
+    train: TrainConfig = TrainConfig(iterations=200, prompts=128, group_size=8)
+    """Sizes and order of the updates."""
 
 
 def main(config: Config) -> bool:

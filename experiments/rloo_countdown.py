@@ -14,6 +14,7 @@ from experiments import cli
 from experiments.common import run_experiment
 from experiments.countdown import CountdownConfig
 from jaxrl_llm.losses.family import RLOOConfig
+from jaxrl_llm.training import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Config(CountdownConfig):
     """RLOO on Countdown."""
 
     algorithm: RLOOConfig = RLOOConfig(kl_coef=0.001)
+    train: TrainConfig = TrainConfig(iterations=200, prompts=128, group_size=8)
+    """Sizes and order of the updates."""
 
 
 def main(config: Config) -> bool:
