@@ -114,7 +114,8 @@ def curves_chart(
     for axis, quantity in zip(axes, shown, strict=True):
         draw_quantity(axis, drawn, quantity, smooth)
     decorate(axes[0], drawn)
-    add_legend(figure, drawn, f"mean of up to {smooth} iterations; {SEEDS}")
+    faint = "over faint raw values (outermost 1 % may be cut off)"
+    add_legend(figure, drawn, f"mean of up to {smooth} iterations {faint}; {SEEDS}")
     told = told_end(drawn, quantities[0].of, quantities[0].label)
     return Chart(figure, title, f"{title}. {told}", missing)
 

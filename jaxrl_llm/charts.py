@@ -289,7 +289,7 @@ def stability(groups: Sequence[Group], smooth: int) -> Chart:
     falls = [max_drawdown(smoothed(of(run), smooth).values) for _, run in owned]
     fallen = [f"{fall:.3g}" for fall in falls]
     draw_bars(right, [run.name for _, run in owned], falls, [g for g, _ in owned], fallen)
-    right.set_xlabel("largest drawdown of the smoothed reward")
+    right.set_xlabel("largest drawdown of the\nsmoothed mean reward")
     spoken = [f"{g.label}: {text}" for g, text in zip(drawn, told, strict=True)]
     dropped = [f"{run.name}: {text}" for (_, run), text in zip(owned, fallen, strict=True)]
     alt = f"Seed spread: {', '.join(spoken)}. Largest drawdown: {', '.join(dropped)}."

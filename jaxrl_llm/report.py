@@ -81,6 +81,7 @@ thead th { border-bottom: 2px solid var(--line); }
 tbody tr + tr > * { border-top: 1px solid var(--line); }
 .swatch {
   display: inline-block; width: 0.8em; height: 0.8em; border-radius: 2px; margin-right: 0.4em;
+  border: 1px solid var(--line);
 }
 figure { margin: 0 0 1rem; }
 figure .wide { background: #ffffff; }
@@ -99,11 +100,10 @@ pre {
   margin: 0.2rem 0; font-size: 0.82rem; white-space: pre-wrap; max-height: 28rem; overflow-y: auto;
 }
 pre.prompt { color: var(--dim); }
-mark { color: inherit; border-radius: 3px; padding: 0 0.15em; }
+mark { color: var(--text); border-radius: 3px; padding: 0 0.15em; }
 .call { background: var(--call); } .result { background: var(--result); }
 .answer { background: var(--answer); } .user { background: var(--user); }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.2rem 1rem; font-size: 0.88rem; }
-td code { display: block; min-width: 20rem; white-space: normal; }
 dt { color: var(--dim); } dd { margin: 0; min-width: 0; }
 """
 
