@@ -28,6 +28,7 @@ setup(
         "flax>=0.12.8",
         "optax>=0.2.8",
         "gymnax>=1.0.1",
+        "gymnasium>=1.2",  # environments for agents of others; gymnax needs it too
         "six>=1.16",  # gymnax imports it without declaring it
         "chex>=0.1.92",
         "orbax-checkpoint>=0.12.8",
