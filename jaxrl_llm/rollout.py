@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from jaxrl_llm.advantages import dead_groups
 from jaxrl_llm.models.transformer import LanguageModel, Params
@@ -150,13 +150,8 @@ def rollout_metrics(rolled: Rollout) -> Metrics:
 
 def mask_dead_groups(rolled: Rollout) -> Rollout:
     """Give groups of equal rewards no weight in the loss."""
-    return keep_groups(rolled, ~dead_groups(rolled.rewards))
-
-
-def keep_groups(rolled: Rollout, is_kept: Bool[Array, "B"]) -> Rollout:
-    """Take the tokens of all other groups out of the loss."""
     completions = rolled.completions
-    loss_mask = completions.loss_mask & is_kept[:, None, None]
+    loss_mask = completions.loss_mask & ~dead_groups(rolled.rewards)[:, None, None]
     return rolled._replace(completions=completions._replace(loss_mask=loss_mask))
 
 
@@ -230,6 +225,6 @@ def sample_until_alive(
         metrics = {k: x if k in sums else x / pool.rounds for k, x in pool.totals.items()}
         metrics["rollout/rounds"] = pool.rounds.astype(jnp.float32)
         metrics["rollout/filled"] = pool.count / n_groups
-        return keep_groups(pool.kept, jnp.arange(n_groups) < pool.count), metrics
+        return pool.kept, metrics
 
     return draw

@@ -311,6 +311,12 @@ def make_iteration(
             batch = batch._replace(drift=drift)
         return batch
 
+    def next_kl(kl: KLState, batch: Batch, metrics: Metrics) -> KLState:
+        """The controller's next state; without a token there is nothing that it could learn."""
+        updated = algorithm.kl.update(kl, metrics.get("kl/rollout", jnp.zeros(())))
+        counted = masked_sum(batch.old_logp_t, batch.completions.loss_mask).psum(axis_name)
+        return jax.tree.map(lambda new, old: jnp.where(counted.weight > 0, new, old), updated, kl)
+
     def iteration(state: TrainState) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(state.key, state.iteration)
         rollout_key, order_key, drift_key = jax.random.split(key, 3)
@@ -350,7 +356,7 @@ def make_iteration(
             opt_state=opt_state,
             iteration=state.iteration + 1,
             lagged_params=None if state.lagged_params is None else state.params,
-            kl=algorithm.kl.update(state.kl, metrics.get("kl/rollout", jnp.zeros(()))),
+            kl=next_kl(state.kl, batch, metrics),
         )
         return new_state, metrics
 

@@ -119,13 +119,15 @@ def test_one_compilation_serves_any_number_of_sampling_rounds(begin, bandit):
 @pytest.mark.parametrize("axes", [{}, {"dynamic_sampling": False, "mask_dead_groups": True}])
 def test_when_every_group_is_dead_the_iteration_ends_and_changes_nothing(run, bandit, axes):
     # β > 0 away from the reference: what is without weight must not train its KL either.
-    config = DAPOConfig(kl_in="loss", kl_coef=1.0, entropy_coef=0.1, **axes)
+    steered = dict(kl_in="loss", kl_coef=1.0, kl_schedule="adaptive", kl_target=0.01)
+    config = DAPOConfig(**steered, entropy_coef=0.1, **axes)
     dead = bandit(lambda tokens: jnp.full(tokens.shape[:2], 0.35))
     state, metrics = run(config, dead, 3, epochs=2)
     chex.assert_trees_all_equal(state.params, state.ref_params)
     assert jnp.all(metrics["optimizer/gradient_norm"] == 0)
     assert jnp.all(metrics["optimizer/skipped_updates"] == 0)
     assert jnp.all(metrics["reward/dead_groups"] == 1)
+    assert jnp.all(metrics["kl/coef"] == 1.0)  # no KL was measured that could move it
     # Extremes of nothing are infinite; everything else is finite.
     extremes = {"policy/ratio_max", "policy/ratio_min", "policy/logprob_gap"}
     assert all(jnp.isfinite(x).all() for name, x in metrics.items() if name not in extremes)
