@@ -23,15 +23,16 @@ class DialogueConfig(ExperimentConfig):
     model: ModelConfig = ModelConfig(width=96, layers=3, heads=4)
     """The policy."""
     sft: SFTConfig = SFTConfig(
-        steps=300,
-        batch=128,
-        examples=10_000,
+        steps=200,
+        batch=64,
+        examples=6_000,
+        steps_per_call=25,
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup=30, weight_decay=0.01),
     )
     """The warm start, on dialogues of a demonstrator who wastes calls."""
     sampling: SamplingConfig = SamplingConfig(max_tokens=80)
     """How dialogues are drawn in training."""
-    train: TrainConfig = TrainConfig(iterations=150, prompts=32, group_size=8, microbatches=2)
+    train: TrainConfig = TrainConfig(iterations=120, prompts=32, group_size=8, microbatches=2)
     """Sizes and order of the updates."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-4, schedule="linear", b2=0.999)
     """Optimizer of the policy."""
