@@ -125,7 +125,11 @@ class RLTrainer:
             "run": self.run_config,
         }
         described = {name: dataclasses.asdict(part) for name, part in parts.items()}
-        described["env"] = {"name": self.env.name, "params": vars(self.env_params)}
+        described["env"] = {
+            "name": self.env.name,
+            "params": vars(self.env_params),
+            "eval_params": vars(self.eval_params),
+        }
         described["policy"] = {"digest": digest(self.policy.params)}
         return described
 
