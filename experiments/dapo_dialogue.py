@@ -4,8 +4,8 @@ A policy that was shown dialogues in which tools are called too often is trained
 is worth: right answers less the cost of calls, and of wasted ones above all.
 
 Command   python -m experiments.dapo_dialogue
-Expected  TODO
-Time      TODO
+Expected  not measured yet
+Time      about 10 minutes on 2 CPU cores, the warm start included
 """
 
 from dataclasses import dataclass
