@@ -50,7 +50,7 @@ def demonstrations(
         repeat: chance that a call is made twice.
 
     Raises:
-        ConfigError: a dialogue does not fit, or an answer turned out wrong.
+        ConfigError: a turn or a dialogue does not fit, or an answer turned out wrong.
     """
     rng = np.random.default_rng(seed)
     reset = jax.jit(jax.vmap(env.reset_env, in_axes=(0, None)))
@@ -58,12 +58,17 @@ def demonstrations(
     keys = jax.random.split(jax.random.key(seed), n)
     prompts, states = reset(keys, params)
     scripts = write_scripts(jax.device_get(states), rng, waste, repeat)
+    longest = max(scripts, key=len)
+    if len(longest) > params.max_turns:
+        raise ConfigError(
+            f"the demonstrator failed: {longest} are more turns than max_turns={params.max_turns}"
+        )
     transcripts: list[list[tuple[int, bool]]] = [[] for _ in range(n)]
     for turn in range(max(map(len, scripts))):
         actions = np.full((n, env.max_turn_tokens), env.tokenizer.pad_id, np.int32)
         for i, script in enumerate(scripts):
             if turn < len(script):
-                ids = [*env.tokenizer.encode(script[turn]), env.tokenizer.eos_ids[0]]
+                ids = encode_turn(env, script[turn])
                 actions[i, : len(ids)] = ids
                 transcripts[i] += [(token, True) for token in ids]
         written, states, _, _, info = step(keys, states, actions, params)
@@ -72,8 +77,22 @@ def demonstrations(
             if turn < len(script) - 1:
                 transcripts[i] += [(token, False) for token in written.tokens[i][written.mask[i]]]
             elif turn == len(script) - 1 and not n_correct[i]:
-                raise ConfigError(f"the demonstrator failed: {script}; has a tool been replaced?")
+                raise ConfigError(
+                    f"the demonstrator failed: {script} in max_turns={params.max_turns}; expected "
+                    "enough turns, and an environment that takes right answers"
+                )
     return pack(jax.device_get(prompts), transcripts, max_tokens, env.tokenizer.pad_id)
+
+
+def encode_turn(env: DialogueEnv, text: str) -> list[int]:
+    """The tokens of a turn, with the end token."""
+    ids = [*env.tokenizer.encode(text), env.tokenizer.eos_ids[0]]
+    if len(ids) > env.max_turn_tokens:
+        raise ConfigError(
+            f"max_turn_tokens={env.max_turn_tokens}: the turn {text} takes {len(ids)} tokens; set "
+            "max_turn_tokens to at least that"
+        )
+    return ids
 
 
 def pack(

@@ -148,10 +148,10 @@ def test_queries_are_words_and_never_syntax(tmp_path, query):
     assert document_search(write(tmp_path, a_txt="dogs"))(query) == "a.txt: dogs"
 
 
-def test_a_query_of_a_hundred_thousand_words_is_answered_at_once(tmp_path):
+def test_a_query_of_many_thousand_words_is_answered_at_once(tmp_path):
     search = document_search(write(tmp_path, a_txt="dogs"))
     start = time.process_time()
-    assert search(" ".join(["dogs", *map(str, range(100_000))])) == "a.txt: dogs"
+    assert search(" ".join(["dogs", *map(str, range(200_000))])) == "a.txt: dogs"
     assert time.process_time() - start < 3
 
 
