@@ -414,13 +414,23 @@ def over_updates(metrics: Metrics) -> Metrics:
     """Summarise an iteration's updates: means, but extremes where a mean would hide them.
 
     The log-prob gap is taken at the first update, where the policy still is the one that sampled.
+    Where no token was trained on, because every group was dead, extremes are 0, as means are.
     """
     reduce = {
         "policy/ratio_max": jnp.max,
         "policy/ratio_min": jnp.min,
         "policy/logprob_gap": lambda x: x[0],
     }
-    return {name: reduce.get(name, jnp.mean)(x) for name, x in metrics.items()}
+    of_nothing = {
+        "policy/ratio_max": -jnp.inf,
+        "policy/ratio_min": jnp.inf,
+        "policy/logprob_gap": -jnp.inf,
+    }
+    reduced = {name: reduce.get(name, jnp.mean)(x) for name, x in metrics.items()}
+    return {
+        name: jnp.where(x == of_nothing[name], 0.0, x) if name in of_nothing else x
+        for name, x in reduced.items()
+    }
 
 
 def scan_iterations(
