@@ -23,20 +23,20 @@ class DialogueConfig(ExperimentConfig):
     model: ModelConfig = ModelConfig(width=96, layers=3, heads=4)
     """The policy."""
     sft: SFTConfig = SFTConfig(
-        steps=200,
+        steps=225,
         batch=64,
         examples=6_000,
         steps_per_call=25,
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup=30, weight_decay=0.01),
     )
     """The warm start, on dialogues of a demonstrator who wastes calls."""
-    sampling: SamplingConfig = SamplingConfig(max_tokens=80)
+    sampling: SamplingConfig = SamplingConfig(max_tokens=73)
     """How dialogues are drawn in training."""
-    train: TrainConfig = TrainConfig(iterations=120, prompts=32, group_size=8, microbatches=2)
+    train: TrainConfig = TrainConfig(iterations=140, prompts=32, group_size=8, microbatches=1)
     """Sizes and order of the updates."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-4, schedule="linear", b2=0.999)
     """Optimizer of the policy."""
-    eval: EvalConfig = EvalConfig(problems=512, samples=2, every=50)
+    eval: EvalConfig = EvalConfig(problems=512, samples=2, every=70)
     """Measurement on fresh dialogues."""
 
     @property

@@ -36,7 +36,7 @@ def demonstrations(
     max_tokens: int,
     seed: int,
     waste: float = 0.5,
-    repeat: float = 0.15,
+    repeat: float = 0.3,
 ) -> Demonstrations:
     """Play n episodes by script; every answer is right.
 
@@ -47,7 +47,7 @@ def demonstrations(
         max_tokens: T, room for a dialogue after its first question.
         seed: of episodes and script.
         waste: chance of a call for a question that needs none.
-        repeat: chance that a call is made twice.
+        repeat: chance that one of an episode's calls is made twice.
 
     Raises:
         ConfigError: a turn or a dialogue does not fit, or an answer turned out wrong.
@@ -127,9 +127,12 @@ def write_scripts(
         script = []
         for question in asked:
             calls = needed_calls(question, row.world) or wasted_calls(question, rng, waste)
-            for call in calls:
-                script += [f"<call>{call}</call>"] * (1 + (rng.random() < repeat))
+            script += [f"<call>{call}</call>" for call in calls]
             script.append(f"<answer>{answer(question)}</answer>")
+        calls_at = [i for i, turn in enumerate(script) if turn.startswith("<call>")]
+        if calls_at and rng.random() < repeat:
+            repeated = rng.choice(calls_at)
+            script.insert(repeated, script[repeated])
         scripts.append(script)
     return scripts
 
