@@ -6,12 +6,11 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxrl_llm.envs.device_tools import ITEMS, PRICE, SHELVES, THINGS
+from jaxrl_llm.envs.device_tools import GIVEN, ITEMS, PRICE, SHELVES, THINGS
 from jaxrl_llm.envs.dialogue import DialogueEnv, EnvParams
 from jaxrl_llm.envs.questions import (
     ANSWERS,
     ARITHMETIC,
-    GIVEN,
     LOOKUP,
     SEARCH,
     TWO_HOP,
@@ -36,7 +35,7 @@ def demonstrations(
     max_tokens: int,
     seed: int,
     waste: float = 0.5,
-    repeat: float = 0.3,
+    repeat: float = 0.1,
 ) -> Demonstrations:
     """Play n episodes by script; every answer is right.
 

@@ -24,6 +24,7 @@ from jaxrl_llm.envs.text import (
     join,
     read_integer,
     split,
+    when,
 )
 from jaxrl_llm.envs.tools import ToolManager
 
@@ -33,6 +34,8 @@ FIELDS = Lexicon(["price", "stock", "item"])
 THINGS = Lexicon(["bridge", "clock", "flute", "lamp", "quilt", "statue", "vase", "wheel"])
 MAKERS = Lexicon(["ada", "bela", "carl", "dora", "emil", "fritz", "gina", "hugo"])
 TOWNS = Lexicon(["bern", "cork", "delft", "graz", "lyon", "nice", "oslo", "pisa"])
+GIVEN = Lexicon(["big", "hot", "day", "old", "up", "wet", "fast", "left"])
+OPPOSITES = Lexicon(["small", "cold", "night", "new", "down", "dry", "slow", "right"])
 PRICE, STOCK, ITEM = range(3)
 
 WORD_BYTES = 12  # longer words are in no lexicon
@@ -115,23 +118,40 @@ def lookup(writer: Writer) -> Handler:
 
 
 def search(writer: Writer) -> Handler:
-    """Answers "lamp maker" by the best document: "lamp: made by ada in oslo"."""
-    tables = [writer.table(lexicon.words) for lexicon in (THINGS, MAKERS, TOWNS)]
-    literals = [writer.literal(text) for text in (": made by ", " in ")]
+    """Answers with the best document: "lamp: made by ada in oslo", "small is the opposite of big".
+
+    The N documents on things change with the episode, those on opposites never.
+    """
+    lexicons = (THINGS, MAKERS, TOWNS, OPPOSITES, GIVEN)
+    tables = [writer.table(lexicon.words) for lexicon in lexicons]
+    literals = [writer.literal(text) for text in (": made by ", " in ", " is the opposite of ")]
+    n_opposites = len(GIVEN.words)
 
     def handle(arguments: Text, world: World) -> Answer:
+        n_things = world.things.size
+        on_things = [jnp.pad(x, (0, n_opposites), constant_values=-2) for x in world[3:]]
+        on_opposites = jnp.arange(-n_things, n_opposites)
+        on_opposites = jnp.where(on_opposites < 0, -2, on_opposites)
+        columns = (*on_things, on_opposites, on_opposites)  # words of all documents, −2 for none
         words = split(arguments, 4, WORD_BYTES)
-        columns = ((THINGS, world.things), (MAKERS, world.makers), (TOWNS, world.towns))
         matches = jnp.stack(
-            [lexicon.read(word) == column for word in words for lexicon, column in columns]
+            [
+                lexicon.read(word) == column
+                for word in words
+                for lexicon, column in zip(lexicons, columns, strict=True)
+            ]
         )
         scores = bm25(matches)
         best = scores.argmax()
-        thing, maker, town = (
-            choose(table, column[best]) for table, (_, column) in zip(tables, columns, strict=True)
+        thing, maker, town, opposite, given = (
+            choose(table, column[best]) for table, column in zip(tables, columns, strict=True)
         )
-        made_by, in_ = literals
-        return Answer(join(thing, made_by, maker, in_, town), scores[best] > 0)
+        made_by, in_, is_opposite = literals
+        text = join(
+            when(best < n_things, join(thing, made_by, maker, in_, town)),
+            when(best >= n_things, join(opposite, is_opposite, given)),
+        )
+        return Answer(text, scores[best] > 0)
 
     return handle
 

@@ -95,10 +95,10 @@ def dialogue_tokenizer() -> CharTokenizer:
     words = [
         *PHRASES, *ERRORS.values(), "<call>", "</call>", "<result>", "</result>", "<answer>",
         "</answer>", "calc ", "lookup ", "search ", "price", "stock", " price", " stock", " item",
-        ": made by ", " in ", " maker", " town",
+        ": made by ", " in ", " is the opposite of ", " maker", " town",
     ]  # fmt: skip
     lexicons = (
-        device_tools.ITEMS, device_tools.THINGS, questions.GIVEN, questions.ANSWERS,
+        device_tools.ITEMS, device_tools.THINGS, device_tools.GIVEN, questions.ANSWERS,
     )  # fmt: skip
     words += [word for lexicon in lexicons for word in lexicon.words]
     return CharTokenizer(alphabet, words)

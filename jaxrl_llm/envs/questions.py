@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl_llm.envs.device_tools import (
+    GIVEN,
     ITEMS,
     MAKERS,
+    OPPOSITES,
     PRICE,
     SHELVES,
     STOCK,
@@ -21,12 +23,7 @@ from jaxrl_llm.envs.text import Lexicon, Text, Tokens, Writer, choose, join, rea
 FAMILIES = ("arithmetic", "lookup", "two_hop", "search", "plain")
 ARITHMETIC, LOOKUP, TWO_HOP, SEARCH, PLAIN = range(5)
 
-OPPOSITES = {
-    "big": "small", "hot": "cold", "day": "night", "old": "new", "up": "down", "wet": "dry",
-    "fast": "slow", "left": "right",
-}  # fmt: skip
-GIVEN = Lexicon(list(OPPOSITES))
-ANSWERS = Lexicon([*OPPOSITES.values(), *MAKERS.words, *TOWNS.words])
+ANSWERS = Lexicon([*OPPOSITES.words, *MAKERS.words, *TOWNS.words])
 SMALL, LARGE = (1, 10), (11, 100)  # ranges of the numbers that need no calculator, and do
 
 
@@ -120,7 +117,7 @@ def with_answer(question: Question, world: World) -> Question:
     place = jnp.clip(a, 0, world.items.size - 1)
     result = jnp.stack([a + b, a - b, a * b])[question.operator]
     figure = jnp.where(b == PRICE, world.prices[place], world.stocks[place])
-    n_plain = len(OPPOSITES)
+    n_plain = len(OPPOSITES.words)
     maker = n_plain + world.makers[place]
     town = n_plain + len(MAKERS.words) + world.towns[place]
     word = jnp.stack([-1, -1, -1, jnp.where(b == 0, maker, town), a])[question.family]

@@ -48,9 +48,14 @@ class World:
             "stock": dict(zip(self.items, world.stocks.tolist(), strict=True)),
         }
         columns = (world.things, world.makers, world.towns)
-        self.documents = [
+        made = [
             (THINGS[thing], MAKERS[maker], TOWNS[town])
             for thing, maker, town in zip(*columns, strict=True)
+        ]
+        self.documents = [(words, "{}: made by {} in {}".format(*words)) for words in made]
+        self.documents += [
+            ((given, opposite), f"{opposite} is the opposite of {given}")
+            for given, opposite in OPPOSITES.items()
         ]
 
 
@@ -73,7 +78,7 @@ class Asked:
             body, needed = f"{field} on shelf {'ABCDEF'[first]}", 2
             answer = world.figures[field][world.items[first]]
         elif family == "search":
-            thing, *made = world.documents[first]
+            thing, *made = world.documents[first][0]
             body = f"{('who made the', 'where was made the')[second]} {thing}"
             answer, needed = made[second], 1
         else:
@@ -111,12 +116,11 @@ def search(world, text):
     n = len(world.documents)
     scores = [0.0] * n
     for word in text.split(" ", 3):
-        has = [word.strip(" ") in document for document in world.documents]
+        has = [word.strip(" ") in words for words, _ in world.documents]
         idf = math.log(1 + (n - sum(has) + 0.5) / (sum(has) + 0.5))
         scores = [score + idf * is_in for score, is_in in zip(scores, has, strict=True)]
     best = max(range(n), key=lambda i: round(scores[i], 4))
-    thing, maker, town = world.documents[best]
-    return f"{thing}: made by {maker} in {town}" if scores[best] > 0 else None
+    return world.documents[best][1] if scores[best] > 0 else None
 
 
 TOOLS = {"calc": calc, "lookup": lookup, "search": search}
@@ -295,7 +299,7 @@ def random_content(rng, simulator):
         f"calc 84{rng.choice(list('+-*/'))}{rng.choice([1, 2, 7, 12, 84, 5])}",
         f"lookup {rng.choice(world.items)} {rng.choice(['price', 'stock', 'item'])}",
         f"lookup {rng.choice(list('ABCDEF'))} item",
-        f"search {world.documents[rng.integers(6)][rng.integers(3)]} {rng.choice(WORDS)}",
+        f"search {rng.choice(world.documents[rng.integers(14)][0])} {rng.choice(WORDS)}",
         f"{rng.choice([*TOOLS, 'shout'])} {' '.join(rng.choice(WORDS, rng.integers(0, 6)))}",
     ]
     return kinds[rng.integers(len(kinds))]
@@ -399,6 +403,9 @@ RESULTS = {
     "<call>search in the town of oslo</call>": None,  # the fourth word is "of oslo"
     "<call>search town of oslo</call>": "lamp: made by ada in oslo",
     "<call>search ada cork</call>": "clock: made by ada in cork",
+    "<call>search big</call>": "small is the opposite of big",
+    "<call>search right lamp</call>": "lamp: made by ada in oslo",  # the first of equals
+    "<call>search slow fast lamp</call>": "slow is the opposite of fast",
     # malformed
     "": "malformed",
     "   ": "malformed",
