@@ -20,7 +20,8 @@ from jaxrl_llm.losses.grpo import GRPOConfig
 class Config(DialogueConfig):
     """GRPO on dialogues with tools."""
 
-    algorithm: GRPOConfig = GRPOConfig(kl_coef=0.001, entropy_coef=0.003)
+    # The mean over each sequence would favour short dialogues, whatever calls cost.
+    algorithm: GRPOConfig = GRPOConfig(aggregation="token", kl_coef=0.001, entropy_coef=0.003)
     """The objective."""
 
 

@@ -20,7 +20,8 @@ from jaxrl_llm.losses.ppo import PPOConfig
 class Config(DialogueConfig):
     """PPO on dialogues with tools."""
 
-    algorithm: PPOConfig = PPOConfig(kl_coef=0.001, entropy_coef=0.003)
+    # λ < 1 would favour short dialogues, whatever calls cost.
+    algorithm: PPOConfig = PPOConfig(gae_lambda=1.0, kl_coef=0.001, entropy_coef=0.003)
     """The objective."""
 
 
