@@ -1,0 +1,49 @@
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+USAGE, OWN_TOOL, OWN_ENVIRONMENT = (
+    next(block for block in BLOCKS if words in block)
+    for words in ("EvalDashboard(", "ToolManager(", "(Environment):")
+)
+
+
+def run(block):
+    names = {"__name__": "readme"}
+    exec(block, names)
+    return names
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_pieces_fit_together_as_shown(capsys):
+    (block,) = (block for block in BLOCKS if "make_iteration(" in block)
+    assert run(block)["metrics"]["reward/mean"].shape == (10,)
+
+
+def test_a_tool_of_ones_own_is_called_as_shown(capsys):
+    env = run(OWN_TOOL)["env"]
+    assert capsys.readouterr().out == "42\n"
+    assert env.tool_names == ["calc", "lookup", "search", "double"]
+
+
+@pytest.mark.slow
+def test_an_environment_of_ones_own_is_solved_as_shown():
+    assert len(OWN_ENVIRONMENT.splitlines()) < 40
+    assert run(OWN_ENVIRONMENT)["result"].metrics["eval/greedy"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["ppo", "grpo", "dapo"])
+def test_swapping_the_optimizer_changes_one_word(optimizer, tmp_path):
+    assert USAGE.count('"dapo"') == 1
+    result = run(USAGE.replace('"dapo"', f'"{optimizer}"'))["result"]
+    assert result.is_complete
+    page = (tmp_path / "report.html").read_text()
+    assert "<svg" in page or "data:image/png" in page
