@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import gymnasium
 import jax
@@ -67,7 +68,9 @@ class Talker:
         self.asked, self.item = [], ""
 
     def __call__(self, written):
-        tag, text = re.fullmatch(r"<(user|result)>(.*?)\??</\1>", written).groups()
+        read = re.fullmatch(r"<(user|result)>(.*?)\??</\1>", written)
+        assert read, written
+        tag, text = read.groups()
         if tag == "user":
             self.asked, text = text.split(), None
         call, answer = self.next_step(text)
@@ -118,8 +121,8 @@ def test_gymnasiums_checker_has_no_objection(env):
 
 
 def test_gymnasium_makes_more_of_them_with_the_same_episodes(env):
-    view = TextEnv(env)
-    vector = gymnasium.make_vec(view.spec, 2)
+    view: Any = TextEnv(env)
+    vector: Any = gymnasium.make_vec(view.spec, 2)
     written, _ = vector.reset(seed=[5, 6])
     assert list(written) == [view.reset(seed=seed)[0] for seed in (5, 6)]
     _, rewards, *_ = vector.step(["1+1", "2"])
@@ -181,7 +184,7 @@ def test_the_environment_itself_says_and_rewards_the_same(env):
 
 
 def test_parameters_say_which_episodes_are_drawn():
-    env = inner("dialogue")
+    env: Any = inner("dialogue")
     weights = np.array([0, 0, 0, 0, 1], np.float32)
     view = TextEnv(env, env.default_params.replace(weights=weights, follow_up=0.0))
     for seed in range(5):
@@ -206,7 +209,7 @@ WRONG = ["", " ", "<call>", "</answer><call>", "<result>1</result>", "12", ")(",
 
 
 def test_any_text_of_known_characters_is_answered_within_bounds(env):
-    view = TextEnv(env)
+    view: Any = TextEnv(env)
     known = view.action_space.character_set
     rng = np.random.default_rng(0)
     texts = ["".join(rng.choice(sorted(known), rng.integers(0, 60))) for _ in range(40)]
@@ -220,9 +223,10 @@ def test_any_text_of_known_characters_is_answered_within_bounds(env):
 
 
 def test_a_turn_that_is_too_long_has_no_end():
-    view = TextEnv(inner("dialogue"))
+    env: Any = inner("dialogue")
+    view = TextEnv(env)
     call = "<call>calc 1+1</call>"
-    n_tokens = len(view._env.tokenizer.encode(call))
+    n_tokens = len(env.tokenizer.encode(call))
     for n_spaces, result in ((A - 1 - n_tokens, "2"), (A - n_tokens, "error: malformed")):
         view.reset(seed=0)
         assert view.step(call + n_spaces * " ")[0] == f"<result>{result}</result>"
@@ -271,7 +275,8 @@ def test_a_step_without_an_episode_is_one_clear_error(env):
 
 
 def test_what_is_no_environment_of_text_is_refused_in_one_line():
+    nothing: Any = object()
     with pytest.raises(ConfigError, match="^object has no tokenizer; expected an environment of"):
-        TextEnv(object())
+        TextEnv(nothing)
     with pytest.raises(ConfigError, match="^render_mode='human': expected 'ansi' or None$"):
         TextEnv(inner("dialogue"), render_mode="human")
