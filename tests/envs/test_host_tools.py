@@ -148,11 +148,11 @@ def test_queries_are_words_and_never_syntax(tmp_path, query):
     assert document_search(write(tmp_path, a_txt="dogs"))(query) == "a.txt: dogs"
 
 
-def test_a_query_of_many_thousand_words_is_answered_at_once(tmp_path):
+@pytest.mark.parametrize("n_before, found", [(63, "a.txt: dogs"), (64, "nothing found")])
+def test_of_a_query_however_long_the_first_64_words_count(tmp_path, n_before, found):
     search = document_search(write(tmp_path, a_txt="dogs"))
-    start = time.process_time()
-    assert search(" ".join(["dogs", *map(str, range(200_000))])) == "a.txt: dogs"
-    assert time.process_time() - start < 3
+    before, after = [*map(str, range(n_before))], map(str, range(200_000))
+    assert search(" ".join([*before, *before, "dogs", *after])) == found
 
 
 def test_many_threads_may_search_at_once(tmp_path):
@@ -251,9 +251,7 @@ def test_what_cannot_be_passed_to_python_is_no_program(code):
 
 @linux
 def test_a_busy_program_is_ended_by_its_processor_time():
-    start = time.monotonic()
-    assert reason("while True: pass", cpu_seconds=1) == ("more than 1 s of processor time")
-    assert time.monotonic() - start < 50
+    assert reason("while True: pass", cpu_seconds=1) == "more than 1 s of processor time"
 
 
 @linux
