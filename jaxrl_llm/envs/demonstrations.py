@@ -1,4 +1,8 @@
-"""Transcripts of a demonstrator that knows the answers and wastes calls, for the warm start."""
+"""Transcripts of a demonstrator for the warm start: it knows all answers, and calls tools badly.
+
+It calls where no call is needed, calls twice, and says what only a call can tell without one, so
+that who imitates it has to guess there.
+"""
 
 from typing import Any, NamedTuple
 
@@ -34,6 +38,7 @@ def demonstrations(
     *,
     max_tokens: int,
     seed: int,
+    guess: float = 0.25,
     waste: float = 0.5,
     repeat: float = 0.1,
 ) -> Demonstrations:
@@ -45,6 +50,7 @@ def demonstrations(
         n: how many.
         max_tokens: T, room for a dialogue after its first question.
         seed: of episodes and script.
+        guess: chance of no call for a question that needs some.
         waste: chance of a call for a question that needs none.
         repeat: chance that one of an episode's calls is made twice.
 
@@ -56,7 +62,7 @@ def demonstrations(
     step = jax.jit(jax.vmap(env.step_env, in_axes=(0, 0, 0, None)))
     keys = jax.random.split(jax.random.key(seed), n)
     prompts, states = reset(keys, params)
-    scripts = write_scripts(jax.device_get(states), rng, waste, repeat)
+    scripts = write_scripts(jax.device_get(states), rng, guess, waste, repeat)
     longest = max(scripts, key=len)
     if len(longest) > params.max_turns:
         raise ConfigError(
@@ -115,7 +121,7 @@ def pack(
 
 
 def write_scripts(
-    states: Any, rng: np.random.Generator, waste: float, repeat: float
+    states: Any, rng: np.random.Generator, guess: float, waste: float, repeat: float
 ) -> list[list[str]]:
     """The turns of each episode."""
     n = len(states.n_questions)
@@ -125,7 +131,11 @@ def write_scripts(
         asked = [row.question, row.follow_up][: int(row.n_questions)]
         script = []
         for question in asked:
-            calls = needed_calls(question, row.world) or wasted_calls(question, rng, waste)
+            needed = needed_calls(question, row.world)
+            if needed:
+                calls = [] if rng.random() < guess else needed
+            else:
+                calls = [wasted_call(question)] if rng.random() < waste else []
             script += [f"<call>{call}</call>" for call in calls]
             script.append(f"<answer>{answer(question)}</answer>")
         calls_at = [i for i, turn in enumerate(script) if turn.startswith("<call>")]
@@ -157,13 +167,11 @@ def needed_calls(question: Any, world: Any) -> list[str]:
     ]
 
 
-def wasted_calls(question: Any, rng: np.random.Generator, waste: float) -> list[str]:
-    """A call that the question does not need, sometimes."""
-    if rng.random() >= waste:
-        return []
+def wasted_call(question: Any) -> str:
+    """A call that the question does not need, and which answers it."""
     if question.family == ARITHMETIC:
-        return [f"calc {expression(question)}"]
-    return [f"search {GIVEN.words[question.first]}"]
+        return f"calc {expression(question)}"
+    return f"search {GIVEN.words[question.first]}"
 
 
 def answer(question: Any) -> str:
