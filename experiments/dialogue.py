@@ -25,7 +25,7 @@ class DialogueConfig(ExperimentConfig):
     model: ModelConfig = ModelConfig(width=96, layers=3, heads=4)
     """The policy."""
     sft: SFTConfig = SFTConfig(
-        steps=225,
+        steps=275,
         batch=64,
         examples=6_000,
         steps_per_call=25,
@@ -37,11 +37,11 @@ class DialogueConfig(ExperimentConfig):
     start; the policy is trained and measured on equal ones."""
     sampling: SamplingConfig = SamplingConfig(max_tokens=73)
     """How dialogues are drawn in training."""
-    train: TrainConfig = TrainConfig(iterations=120, prompts=32, group_size=8, microbatches=1)
+    train: TrainConfig = TrainConfig(iterations=100, prompts=32, group_size=8, microbatches=1)
     """Sizes and order of the updates."""
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-4, schedule="linear", b2=0.999)
     """Optimizer of the policy."""
-    eval: EvalConfig = EvalConfig(problems=512, samples=2, every=60)
+    eval: EvalConfig = EvalConfig(problems=512, samples=2, every=50)
     """Measurement on fresh dialogues."""
 
     @property

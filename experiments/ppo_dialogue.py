@@ -21,7 +21,9 @@ class Config(DialogueConfig):
     """PPO on dialogues with tools."""
 
     # λ < 1 would favour short dialogues, whatever calls cost.
-    algorithm: PPOConfig = PPOConfig(gae_lambda=1.0, kl_coef=0.001, entropy_coef=0.003)
+    algorithm: PPOConfig = PPOConfig(
+        gae_lambda=1.0, value_rate=10.0, kl_coef=0.001, entropy_coef=0.003
+    )
     """The objective."""
 
 
