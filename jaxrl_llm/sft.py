@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxrl_llm.losses.aggregate import aggregate
 from jaxrl_llm.masking import masked_sum
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.optimizer import OptimizerConfig, Trained, skipped_updates
 from jaxrl_llm.rollout import Metrics
@@ -77,23 +78,25 @@ def make_sft_step(
 ) -> Callable[[TrainState], tuple[TrainState, Metrics]]:
     """One step on a random batch of `examples`: the analogue of `training.make_iteration`."""
     n = len(examples.tokens)
-    update = make_update_step(
-        lambda trained, batch: sft_loss(trained.policy, model, batch),
-        optimizer,
-        microbatches=config.microbatches,
-    )
 
     def step(state: TrainState) -> tuple[TrainState, Metrics]:
+        changing, frozen = lora.partition(state.params)
+        update = make_update_step(
+            lambda trained, batch: sft_loss(lora.combine(trained.policy, frozen), model, batch),
+            optimizer,
+            microbatches=config.microbatches,
+        )
         # Epoch by epoch: every example once, in an order of the epoch's own.
         per_epoch = n // config.batch
         epoch, place = state.iteration // per_epoch, state.iteration % per_epoch
         order = jax.random.permutation(jax.random.fold_in(state.key, epoch), n)
         chosen = jax.lax.dynamic_slice_in_dim(order, place * config.batch, config.batch)
         batch = jax.tree.map(lambda x: jnp.asarray(x)[chosen], examples)
-        trained, opt_state, metrics = update(Trained(state.params), state.opt_state, batch)
+        trained, opt_state, metrics = update(Trained(changing), state.opt_state, batch)
         metrics["optimizer/skipped_updates"] = skipped_updates(opt_state)
         metrics["sft/tokens"] = batch.mask.sum()
-        changed = dict(params=trained.policy, opt_state=opt_state, iteration=state.iteration + 1)
+        params = lora.combine(trained.policy, frozen)
+        changed = dict(params=params, opt_state=opt_state, iteration=state.iteration + 1)
         return dataclasses.replace(state, **changed), metrics
 
     return step

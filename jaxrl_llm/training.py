@@ -15,6 +15,7 @@ from jaxrl_llm.logprobs import kl_estimate, token_logprobs
 from jaxrl_llm.losses.value import explained_variance
 from jaxrl_llm.masking import masked_sum
 from jaxrl_llm.models import critic as critics
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.optimizer import Trained, skipped_updates
 from jaxrl_llm.rollout import (
@@ -126,7 +127,7 @@ class TrainState:
 
     params: Params  # the policy's
     opt_state: optax.OptState  # of Trained(params, critic)
-    ref_params: Params | None  # the frozen reference policy, where the algorithm has one
+    ref_params: Params | None  # the reference policy, unless it is `params` without adapters
     key: Key[Array, ""]  # the run's; iteration i uses fold_in(key, i)
     iteration: Int[Array, ""]
     critic: Params | None = None  # the value model, where the algorithm has one
@@ -239,6 +240,8 @@ def init_state(
 ) -> TrainState:
     """Start from `params`, which also become the reference policy where one is needed.
 
+    Where they have adapters (`models.lora`), only these are trained.
+
     Args:
         params: the policy's.
         optimizer: as in `make_iteration`.
@@ -257,8 +260,10 @@ def init_state(
         critic = critics.init_critic(algorithm.critic, model, params)
     return TrainState(
         params=params,
-        opt_state=optimizer.init(Trained(params, critic)),  # type: ignore[arg-type]
-        ref_params=copy(algorithm is not None and algorithm.needs_reference),
+        opt_state=optimizer.init(Trained(lora.partition(params)[0], critic)),  # type: ignore[arg-type]
+        ref_params=copy(
+            algorithm is not None and algorithm.needs_reference and not lora.has_adapters(params)
+        ),
         key=key,
         iteration=jnp.int32(0),
         critic=critic,
@@ -299,7 +304,10 @@ def make_iteration(
         prompts, completions = rolled.prompts, rolled.completions
         batch = Batch(prompts, completions, old_logp_t=completions.logprobs)
         if algorithm.needs_reference:
-            batch = batch._replace(ref_logp_t=score_batch(state.ref_params, batch).logp_t)
+            reference = state.ref_params
+            if reference is None:
+                reference = lora.without_adapters(state.params)
+            batch = batch._replace(ref_logp_t=score_batch(reference, batch).logp_t)
         if algorithm.critic is not None or algorithm.rescores_old:
             old = score_batch(state.params, batch, state.critic)
             batch = batch._replace(value_t=old.value_t)
@@ -325,9 +333,11 @@ def make_iteration(
         rolled, drawn_metrics = draw(sampling_params(state), rollout_key)
         batch = prepare(state, rolled, drift_key)
         batch = algorithm.advantages(batch, rolled.rewards, kl_coef, axis_name)
+        changing, frozen = lora.partition(state.params)
 
         def objective(trained: Trained, part: Batch) -> LossOutput:
-            scores = score_batch(trained.policy, part, trained.critic, part.drift)
+            policy = lora.combine(trained.policy, frozen)
+            scores = score_batch(policy, part, trained.critic, part.drift)
             return algorithm.loss(scores, part, kl_coef)
 
         update = make_update_step(
@@ -342,7 +352,7 @@ def make_iteration(
 
         (trained, opt_state), metrics = jax.lax.scan(
             minibatch_step,
-            (Trained(state.params, state.critic), state.opt_state),
+            (Trained(changing, state.critic), state.opt_state),
             minibatch_order(order_key, config),
         )
         metrics = over_updates(metrics) | drawn_metrics | batch_metrics(batch, axis_name)
@@ -351,7 +361,7 @@ def make_iteration(
             metrics["kl/coef"] = kl_coef
         new_state = dataclasses.replace(
             state,
-            params=trained.policy,
+            params=lora.combine(trained.policy, frozen),
             critic=trained.critic,
             opt_state=opt_state,
             iteration=state.iteration + 1,

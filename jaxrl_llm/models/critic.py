@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.types import Completions, Prompts
 
@@ -24,7 +25,7 @@ def init_critic(
     head = {"kernel": jnp.zeros(model.config.width), "bias": jnp.zeros(())}
     if kind == "head":
         return {"head": head}
-    return {"head": head, "trunk": jax.tree.map(jnp.copy, policy_params)}
+    return {"head": head, "trunk": jax.tree.map(jnp.copy, lora.merge(policy_params))}
 
 
 def values(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.models import lora
 from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
 
 Params = Any  # a pytree of float32 master weights
@@ -175,7 +176,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """x·W (+ b): weights cast to the activations' type, float32 accumulation."""
+    """x·W (+ b) (+ its adapter, see `lora.py`), cast to x's type, accumulated in float32."""
 
     features: int
     use_bias: bool = False
@@ -186,6 +187,12 @@ class Linear(nn.Module):
         init = nn.initializers.normal(self.init_scale)
         kernel = self.param("kernel", init, (x.shape[-1], self.features))
         y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+        if self.has_variable("params", "lora"):
+            adapter: Any = self.get_variable("params", "lora")
+            narrow = jnp.matmul(x, adapter["a"].astype(x.dtype))
+            y += adapter["scale"] * jnp.matmul(
+                narrow, adapter["b"].astype(x.dtype), preferred_element_type=jnp.float32
+            )
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y += bias.reshape((1,) * (x.ndim - 1) + (-1,))
@@ -384,8 +391,9 @@ class LanguageModel:
         return jnp.pad(tangent.astype(jnp.float32), ((0, 0), (0, 0), (1, 0), (0, 0)))
 
     def unstack(self, params: Params) -> list[Params]:
-        """One tree of compute-type weights per layer, for a loop that decodes many times."""
-        blocks = jax.tree.map(lambda x: x.astype(self.config.dtype), params["blocks"])
+        """One tree of compute-type weights per layer, adapters merged, to decode many times."""
+        merged = lora.merge(params["blocks"])
+        blocks = jax.tree.map(lambda x: x.astype(self.config.dtype), merged)
         return [jax.tree.map(lambda x: x[i], blocks) for i in range(self.config.layers)]
 
     def decode(
