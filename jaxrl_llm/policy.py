@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.lora import LoRAConfig
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
 from jaxrl_llm.tokenizers import CharTokenizer, Tokenizer
 from jaxrl_llm.types import ConfigError
@@ -54,6 +56,19 @@ class Policy:
         model = LanguageModel(size, tokenizer.vocab_size)
         return cls(model, tokenizer, model.init(jax.random.key(seed)))
 
+    def with_lora(self, config: LoRAConfig = LoRAConfig(), *, seed: int = 0) -> "Policy":
+        """This policy with fresh adapters, which are then all that training changes.
+
+        Raises:
+            ConfigError: it has adapters already.
+        """
+        params = lora.add_adapters(self.params, config, jax.random.key(seed))
+        return dataclasses.replace(self, params=params)
+
+    def merged(self) -> "Policy":
+        """This policy with its adapters, if any, added to the weights they adapt."""
+        return dataclasses.replace(self, params=lora.merge(self.params))
+
     @classmethod
     def from_pretrained(cls, name_or_folder: str | Path) -> "Policy":
         """A policy that `save` wrote.
@@ -71,7 +86,16 @@ class Policy:
         settings = json.loads(described.read_text())
         tokenizer = CharTokenizer(settings["alphabet"], settings["words"])
         model = LanguageModel(ModelConfig(**settings["model"]), tokenizer.vocab_size)
-        target = jax.eval_shape(model.init, jax.random.key(0))
+        adapters = settings.get("lora")
+
+        def fresh(key):
+            params = model.init(key)
+            if adapters is None:
+                return params
+            config = LoRAConfig(**adapters | {"targets": tuple(adapters["targets"])})
+            return lora.add_adapters(params, config, key)
+
+        target = jax.eval_shape(fresh, jax.random.key(0))
         with ocp.StandardCheckpointer() as checkpointer:
             params = checkpointer.restore(folder / "params", target)
         return cls(model, tokenizer, params)
@@ -93,4 +117,6 @@ class Policy:
             "alphabet": self.tokenizer.alphabet,
             "words": self.tokenizer.words,
         }
+        adapters = lora.config_of(self.params)
+        settings["lora"] = None if adapters is None else dataclasses.asdict(adapters)
         (folder / "policy.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.envs.dialogue import dialogue_tokenizer
+from jaxrl_llm.models.lora import LoRAConfig
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.policy import SIZES, Policy
 from jaxrl_llm.tokenizers import CharTokenizer
@@ -86,3 +87,18 @@ def test_the_folder_says_in_plain_text_what_it_holds(policy, tmp_path):
     described = json.loads((tmp_path / "policy.json").read_text())
     assert described["model"]["width"] == 8
     assert described["alphabet"] == "abc01" and described["words"] == ["ab", "10"]
+
+
+def test_a_policy_with_adapters_is_saved_with_them_and_merges_to_one_without(policy, tmp_path):
+    config = LoRAConfig(rank=2, alpha=3.0, targets=("value", "up"))
+    adapted = policy.with_lora(config, seed=1)
+    adapted.params["blocks"]["up"]["lora"]["b"] += 0.5
+    adapted.save(tmp_path)
+    back = Policy.from_pretrained(tmp_path)
+    assert is_equal(back.params, adapted.params)
+    merged = adapted.merged()
+    assert jax.tree.structure(merged.params) == jax.tree.structure(policy.params)
+    (kernel, was) = (p.params["blocks"]["up"]["kernel"] for p in (merged, policy))
+    a = np.asarray(adapted.params["blocks"]["up"]["lora"]["a"])
+    expected = was + 3.0 / 2 * 0.5 * a.sum(-1, keepdims=True)
+    np.testing.assert_allclose(kernel, expected, rtol=1e-5, atol=1e-6)
