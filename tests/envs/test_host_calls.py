@@ -248,10 +248,24 @@ def speaker():
     return model, params | {"embedding": embedding, "head": head}
 
 
+class Overheard(DialogueEnv):
+    """Remembers the turns that it is given, but for those of padding alone."""
+
+    heard: Counter[str]
+
+    def step_env(self, key, state, action, params):
+        jax.debug.callback(self.hear, action)
+        return super().step_env(key, state, action, params)
+
+    def hear(self, action):
+        if (action != SPEAKER.pad_id).any():
+            self.heard[SPEAKER.decode(action.tolist())] += 1
+
+
 @pytest.fixture(scope="module")
 def rolled(tools):
-    """A rollout of 4 × 6 dialogues, with the calls that reached the host, and its statistics."""
-    env = DialogueEnv(
+    """A rollout of 4 × 6 dialogues, the calls on the host, their statistics, the turns heard."""
+    env = Overheard(
         "tool_efficiency", tools=tools.manager, tokenizer=SPEAKER, max_turn_tokens=4, max_written=P
     )
     model, params = speaker()
@@ -259,10 +273,12 @@ def rolled(tools):
     rollout = make_dialogue_rollout(
         env, env.default_params, model, SPEAKER, sampling, prompts=4, group_size=6
     )
+    env.heard = Counter[str]()
     tools.calls.clear()
     tools.manager.statistics.reset()
     made = jax.device_get(jax.jit(rollout)(params, jax.random.key(1)))
-    return made, Counter(tools.calls), tools.manager.statistics.as_dict()
+    jax.effects_barrier()
+    return made, Counter(tools.calls), tools.manager.statistics.as_dict(), env.heard
 
 
 def turns_of(completions):
@@ -279,13 +295,18 @@ def turns_of(completions):
 
 
 def test_in_a_rollout_the_host_is_called_once_for_each_call_and_for_nothing_else(rolled):
-    made, calls, _ = rolled
+    made, calls, *_ = rolled
     said = Counter(text for text, _ in turns_of(made.completions))
     expected = {word: said[call(f"say {word}")] for word in SAID}
     assert calls == expected and min(calls.values()) > 5
     # Turns end at different places of the transcripts, and some dialogues early.
     lengths = made.completions.attention_mask.sum(-1)
     assert np.unique(lengths).size > 4 and 0 < made.info["is_truncated"].mean() < 1
+
+
+def test_in_a_rollout_a_dialogue_says_nothing_to_the_environment_before_the_end_of_its_turn(rolled):
+    made, _, _, heard = rolled
+    assert heard == Counter(text for text, _ in turns_of(made.completions))
 
 
 def test_in_a_rollout_every_dialogue_reads_the_results_of_its_own_calls(rolled):
@@ -297,7 +318,7 @@ def test_in_a_rollout_every_dialogue_reads_the_results_of_its_own_calls(rolled):
 
 
 def test_in_a_rollout_the_episodes_and_the_managers_statistics_count_alike(rolled):
-    made, _, counts = rolled
+    made, _, counts, _ = rolled
     info = {name: x.sum() for name, x in made.info.items()}
     said = Counter(text for text, _ in turns_of(made.completions))
     assert counts["calls/say"] == info["calls/say"] == sum(said[call(f"say {w}")] for w in SAID)
