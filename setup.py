@@ -45,7 +45,13 @@ setup(
     extras_require={
         "test": test,
         "dev": [*test, "ruff>=0.17,<0.18", "pyright[nodejs]>=1.1.414"],
-        "hf": ["safetensors>=0.7", "tokenizers>=0.22.1", "gguf>=0.18", "jinja2>=3.1.6"],
+        "hf": [
+            "safetensors>=0.7",
+            "tokenizers>=0.22.1",
+            "gguf>=0.18",
+            "jinja2>=3.1.6",
+            "pyarrow>=21",  # problems in parquet files
+        ],
         "eval": ["lm-eval>=0.4.10", "reasoning-gym>=0.1.25"],
         "notebooks": ["nbclient>=0.10.4", "ipykernel>=7.1", "nbmake>=1.5.5"],
     },

@@ -107,7 +107,7 @@ def speaker():
 
     config = ModelConfig(width=32, layers=1, heads=2, tie_embeddings=False)
     model = LanguageModel(config, SPOKEN.vocab_size)
-    params = jax.tree_util.tree_map_with_path(enlarged, model.init(jax.random.key(0)))
+    params = jax.tree_util.tree_map_with_path(enlarged, model.init(jax.random.key(3)))
     params["embedding"] = params["embedding"].at[:, 0].set(6.0)
     likely = jnp.array([SPOKEN.end_id, *(SPOKEN.encode(turn)[0] for turn in TURNS)])
     params["head"] = params["head"].at[0].set(0.0).at[0, likely].set(1.0)
