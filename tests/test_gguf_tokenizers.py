@@ -32,6 +32,8 @@ RULES = {
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEXTS = [
     "The numbers 3, 12 and 2024 make 24 = (3 + 5) * 3, don't they? We'LL see; it's I'M.",
+    "O'REILLY'S 'LLAMAS 'Twas 'RED 'dune X'VETO 'mMa",
+    "<0x41> is a byte's name, and <0x4 1> is none",
     "def f(x):\n    if x == 10:\n        return 12345\n\n\n\tdone  \n",
     "a  1   22    333     4444 b  c   d    e  \u00a0 f  ",
     "Größe, café, naïve; αβγ привет мир 日本語のテキスト 한국어 ٣٤ १२ ½ ⅷ ² 😀🎉👩‍🚀",
@@ -183,6 +185,13 @@ def test_types_of_tokens_say_what_is_special_and_what_is_nothing():
     assert found.backend.id_to_token(unused) is None
 
 
+def test_an_unknown_token_is_special_also_if_the_file_does_not_name_it():
+    metadata = sentencepiece_metadata()
+    unnamed = {key: metadata[key] for key in metadata if not key.endswith("unknown_token_id")}
+    added = rebuild(unnamed).backend.get_added_tokens_decoder()
+    assert {i: token.special for i, token in added.items()} == {0: True, 1: True, 2: True}
+
+
 def sentencepiece_ids(text: str, metadata: dict) -> list[int]:
     """llama.cpp's way: join the neighbours whose union scores best, the leftmost of equals."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
@@ -215,6 +224,7 @@ def sentencepiece_metadata() -> dict:
     vocab = trained.get_vocab()
     ordered = sorted(vocab, key=vocab.get)
     learned = [token for token in ordered if len(token) > 1]
+    learned += ["<0", "<0x", "<0x4", "1>"]  # with which a text could be joined to a byte's name
     single = [token for token in ordered if len(token) == 1]
     head = ["<unk>", "<s>", "</s>"]
     tokens = [*head, *(f"<0x{byte:02X}>" for byte in range(256)), *learned, *single]
@@ -222,8 +232,8 @@ def sentencepiece_metadata() -> dict:
         "general.architecture": "llama",
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(vocab),
-        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(vocab))],
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(vocab) + 4),
+        "tokenizer.ggml.scores": [0.0] * 259 + [-float(i) for i in range(len(vocab) + 4)],
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
@@ -299,7 +309,7 @@ def test_a_file_s_tokenizer_is_saved_for_transformers(tmp_path):
 
     for metadata in (
         byte_level_metadata("smollm") | {"tokenizer.chat_template": TEMPLATE},
-        sentencepiece_metadata() | {"tokenizer.ggml.add_bos_token": True},
+        sentencepiece_metadata(),
     ):
         tokenizer = HFTokenizer.from_gguf(write(tmp_path / "a.gguf", metadata))
         tokenizer.save_pretrained(tmp_path)

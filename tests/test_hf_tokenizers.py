@@ -395,6 +395,13 @@ def test_padding_is_the_tokenizer_s_or_a_spare_special_token_or_the_end(names, p
     assert tokenizer.pad_id == source.token_to_id(expected)
 
 
+def test_padding_is_no_end_where_another_token_is_spare():
+    source = digits_tokenizer()
+    source.add_special_tokens(["<unused0>", "<unused1>"])
+    first, second = (source.token_to_id(name) for name in ("<unused0>", "<unused1>"))
+    assert wrapped(source, pad_token=None, eos_ids=[first]).pad_id == second
+
+
 # --- Files -----------------------------------------------------------------------------------
 
 
