@@ -63,7 +63,8 @@ class CountdownChat(SingleTurnEnv):
 
     Args:
         tokenizer: the policy's, with a chat template.
-        problems: those to train on; see `countdown_data`. Each is tokenised here, once.
+        problems: those to train on; see `countdown_data`. Each is tokenised here, a quarter of a
+            millisecond or so each: give as many as will be drawn.
         held_out: those of `params.split` HELD_OUT; see `countdown_data.split`.
         system: the system message; None for chat templates that allow none.
         question: the user's message, with {numbers} and {target}.
