@@ -88,7 +88,8 @@ def model_config(hf_config: Any, **overrides: Any) -> ModelConfig:
             layers=hf_config.num_hidden_layers,
             heads=hf_config.num_attention_heads,
             kv_heads=hf_config.num_key_value_heads,
-            head_width=getattr(hf_config, "head_dim", None),
+            head_width=getattr(hf_config, "head_dim", None)
+            or hf_config.hidden_size // hf_config.num_attention_heads,
             mlp_width=hf_config.intermediate_size,
             rope_theta=float(rope["rope_theta"]),
             norm_eps=hf_config.rms_norm_eps,
