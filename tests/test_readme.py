@@ -5,9 +5,9 @@ import pytest
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-OWN_TOOL, OWN_ENVIRONMENT = (
+USAGE, OWN_TOOL, OWN_ENVIRONMENT = (
     next(block for block in BLOCKS if words in block)
-    for words in ("ToolManager(", "(Environment):")
+    for words in ("EvalDashboard(", "ToolManager(", "(Environment):")
 )
 
 
@@ -37,3 +37,13 @@ def test_a_tool_of_ones_own_is_called_as_shown(capsys):
 def test_an_environment_of_ones_own_is_solved_as_shown():
     assert len(OWN_ENVIRONMENT.splitlines()) < 40
     assert run(OWN_ENVIRONMENT)["result"].metrics["eval/greedy"] > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["ppo", "grpo", "dapo"])
+def test_swapping_the_optimizer_changes_one_word(optimizer, tmp_path):
+    assert USAGE.count('"dapo"') == 1
+    result = run(USAGE.replace('"dapo"', f'"{optimizer}"'))["result"]
+    assert result.is_complete
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/svg+xml") >= 6
