@@ -39,6 +39,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
 }
 
+_SIZES = ("embedding_length", "feed_forward_length", "block_count", "attention.head_count")
+
 
 def load_gguf(
     path: str | Path,
@@ -90,6 +92,8 @@ def model_config(fields: "_Fields", *, tied: bool, **overrides: Any) -> ModelCon
         ConfigError: it computes something that `Transformer` does not, or a value is missing.
     """
     fields.refuse_others()
+    for key in _SIZES:
+        weights.check_size(fields[key], f"{fields.path}: {fields.architecture}.{key}")
     heads = fields["attention.head_count"]
     head_width = fields.get("attention.key_length", fields["embedding_length"] // heads)
     for key in ("attention.value_length", "rope.dimension_count"):

@@ -59,6 +59,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (None, 0),
 }
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 
 
@@ -79,6 +87,8 @@ def model_config(hf_config: Any, **overrides: Any) -> ModelConfig:
         _refuse_unless(getattr(hf_config, field, neutral[0]) in neutral, hf_config, field, neutral)
     sliding = set(getattr(hf_config, "layer_types", None) or []) - {"full_attention"}
     _refuse_unless(not sliding, hf_config, "layer_types", ["full_attention"])
+    for field in _SIZES:
+        weights.check_size(getattr(hf_config, field), f"{kind}: {field}")
     rope = hf_config.rope_parameters
     if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1:
         raise ConfigError(f"{kind}: rope_parameters={rope} is not supported; expected 'default'")

@@ -45,6 +45,16 @@ def place_on_default_device(path: Path, array: np.ndarray) -> jax.Array:
     return jnp.array(array)
 
 
+def check_size(value: Any, name: str) -> None:
+    """Refuse what is not a positive integer.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r}; expected a positive integer")
+
+
 def slots(model: LanguageModel, names: Mapping[str, str]) -> dict[str, Slot]:
     """The place of each tensor that a file should have, by its name there.
 
@@ -110,7 +120,8 @@ def fill(
             continue
         if slot.path not in params:
             params[slot.path] = _empty_stack(placed, layers)
-        params[slot.path] = _write(params[slot.path], placed, slot.layer)
+        stack = _write(params[slot.path], placed, slot.layer)
+        params[slot.path] = jax.block_until_ready(stack)  # or reading runs ahead of writing
     return unflatten_dict(params)
 
 

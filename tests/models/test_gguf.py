@@ -200,6 +200,12 @@ def test_one_part_of_a_model_says_how_to_merge_it(llama_tensors, tmp_path):
     assert "llama-gguf-split --merge" in refusal(path)
 
 
+@pytest.mark.parametrize("key", ["block_count", "attention.head_count"])
+def test_a_size_that_is_not_positive_is_refused(key, llama_tensors, tmp_path):
+    path = write(tmp_path / "a.gguf", "llama", LLAMA | {key: 0}, llama_tensors)
+    assert f"llama.{key}=0" in refusal(path)
+
+
 @pytest.mark.parametrize("key", ["block_count", "embedding_length", "feed_forward_length"])
 def test_metadata_that_are_missing_are_refused_by_key(key, llama_tensors, tmp_path):
     fields = {name: value for name, value in LLAMA.items() if name != key}

@@ -167,6 +167,10 @@ print(json.dumps({
 """
 
 
+# glibc then returns what is freed to the system at once, so that only what is in use counts.
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "100000", "MALLOC_TRIM_THRESHOLD_": "100000"}
+
+
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
     if not Path("/proc/self/clear_refs").exists():
@@ -174,7 +178,7 @@ def probe(tmp_path_factory):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     done = subprocess.run(
         [sys.executable, "-c", PROBE, GOLDEN / "llama_tied", tmp_path_factory.mktemp("large")],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", **RETURNED},
         stdout=subprocess.PIPE,
         check=True,
     )
@@ -182,7 +186,7 @@ def probe(tmp_path_factory):
 
 
 def test_the_host_holds_the_model_and_one_tensor_at_most(probe):
-    assert probe["growth"] < probe["size"] + probe["largest"] + 20e6
+    assert probe["growth"] < probe["size"] + probe["largest"] + 15e6  # code
     assert probe["growth"] > 0.9 * probe["size"]  # or nothing was measured
 
 
@@ -342,6 +346,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
 def test_a_damaged_configuration_is_refused(text, folder):
     (folder / "config.json").write_text(text)
     assert "config.json" in refusal(hf.load_pretrained, folder)
+
+
+@pytest.mark.parametrize("field", ["num_hidden_layers", "num_key_value_heads", "vocab_size"])
+def test_a_size_that_is_not_positive_is_refused(field, folder):
+    configure(folder, **{field: 0})
+    assert f"{field}=0" in refusal(hf.load_pretrained, folder)
 
 
 def test_a_field_of_the_wrong_type_is_refused(folder):
