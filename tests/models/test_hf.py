@@ -128,7 +128,7 @@ PROBE = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxrl_llm.models import hf
+from jaxrl_llm.models import hf, weights
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
 
 golden, folder = sys.argv[1:]
@@ -139,7 +139,15 @@ def place(path, array):
     spec = P(None, "tensor") if path[-1] == "kernel" else P()
     return jax.device_put(array, NamedSharding(mesh, spec))
 
+alike, write = [], weights._write
+
+def spy(stack, layer, index):
+    alike.append([x.addressable_shards[0].data.shape[-1] for x in (stack, layer)])
+    return write(stack, layer, index)
+
+weights._write = spy
 _, sharded = hf.load_pretrained(golden, place=place)
+weights._write = write
 jax.tree.map(np.testing.assert_array_equal, sharded, params)
 gate = sharded["blocks"]["gate"]["kernel"]
 
@@ -147,8 +155,9 @@ def resident(which):
     line = next(line for line in open("/proc/self/status") if line.startswith(which))
     return int(line.split()[1]) * 1024
 
-config = ModelConfig(width=512, layers=8, heads=8, mlp_width=1536)
-model = LanguageModel(config, 8192)
+# Four stacks, each much larger than a tensor.
+config = ModelConfig(width=512, layers=32, heads=8, mlp_width=64)
+model = LanguageModel(config, 1024)
 hf.save_pretrained(folder, model, jax.tree.map(
     lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(model.init, jax.random.key(0))
 ))
@@ -159,6 +168,7 @@ _, params = hf.load_pretrained(folder)
 jax.block_until_ready(params)
 print(json.dumps({
     "spec": list(gate.sharding.spec),
+    "alike": alike,
     "gate": [list(gate.shape), list(gate.addressable_shards[0].data.shape)],
     "growth": resident("VmHWM") - before,
     "size": sum(x.nbytes for x in jax.tree.leaves(params)),
@@ -177,7 +187,15 @@ def probe(tmp_path_factory):
         pytest.skip("Linux tells a process's peak memory, others do not")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, GOLDEN / "llama_tied", tmp_path_factory.mktemp("large")],
+        [
+            sys.executable,
+            "-W",
+            "error::UserWarning",
+            "-c",
+            PROBE,
+            GOLDEN / "llama_tied",
+            tmp_path_factory.mktemp("large"),
+        ],
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", **RETURNED},
         stdout=subprocess.PIPE,
         check=True,
@@ -186,7 +204,7 @@ def probe(tmp_path_factory):
 
 
 def test_the_host_holds_the_model_and_one_tensor_at_most(probe):
-    assert probe["growth"] < probe["size"] + probe["largest"] + 15e6  # code
+    assert probe["growth"] < probe["size"] + probe["largest"] + 25e6  # compiled code
     assert probe["growth"] > 0.9 * probe["size"]  # or nothing was measured
 
 
@@ -194,6 +212,7 @@ def test_layers_stay_on_the_devices_that_they_are_put_on(probe):
     assert probe["spec"] == [None, None, "tensor"]
     (layers, width, hidden), shard = probe["gate"]
     assert shard == [layers, width, hidden // 2]
+    assert all(stack == layer for stack, layer in probe["alike"]), "no stack is whole, at any time"
 
 
 # --- Export.
@@ -259,7 +278,11 @@ def test_a_large_model_is_exported_in_shards_and_earlier_weights_are_replaced(lo
     tensors = {file: safetensors.load_file(tmp_path / file) for file in files}
     assert index["weight_map"] == {name: file for file in files for name in tensors[file]}
     sizes = [sum(x.nbytes for x in shard.values()) for shard in tensors.values()]
-    assert max(sizes) <= 20_000 and sum(sizes) == index["metadata"]["total_size"]
+    assert (
+        max(sizes) <= 20_000
+        and n <= 2 * sum(sizes) / 20_000
+        and sum(sizes) == index["metadata"]["total_size"]
+    )
     assert_equal(hf.load_pretrained(tmp_path)[1], params)
     hf.save_pretrained(tmp_path, model, params)
     assert {path.name for path in tmp_path.glob("model*")} == {"model.safetensors"}
@@ -435,7 +458,7 @@ def test_a_shard_that_is_not_there_is_refused_by_name(folder):
     names = sorted(read(folder))
     split(folder, [names[:3], names[3:]])
     (folder / "model-1.safetensors").unlink()
-    assert "model-1.safetensors" in refusal(hf.load_pretrained, folder)
+    assert "model-1.safetensors, which is not there" in refusal(hf.load_pretrained, folder)
 
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": 3}'])
