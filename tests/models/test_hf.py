@@ -339,15 +339,9 @@ def test_arithmetic_that_differs_is_refused_by_field_and_value(fields, folder):
 
 
 def test_llama_3_scaling_of_rotary_positions_is_refused(folder):
-    scaling = dict(
-        rope_type="llama3",
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=32,
-        rope_theta=5e5,
-    )
-    configure(folder, rope_parameters=scaling)
+    bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32} | bands
+    configure(folder, rope_parameters=scaling | {"rope_theta": 5e5})
     assert "llama3" in refusal(hf.load_pretrained, folder)
 
 
