@@ -6,7 +6,13 @@ from setuptools import find_packages, setup
 
 readme = Path(__file__).with_name("README.md")
 
+# Files of pretrained models and of data beside safetensors.
+hf = [
+    "gguf>=0.19",
+    "pyarrow>=21",  # problems in parquet files
+]
 test = [
+    *hf,
     "pytest>=9.0",
     "pytest-xdist>=3.8",
     "rlax>=0.1.9",  # a second opinion on GAE and the clipped loss
@@ -34,6 +40,8 @@ setup(
         "orbax-checkpoint>=0.12.8",
         "tensorboardX>=2.6.5",
         "transformers>=5.0",  # tokenizers, chat templates and configs; needs no torch for them
+        "safetensors>=0.8",
+        "jinja2>=3.1.6",  # chat templates; transformers does not require it
         "tyro>=1.0",
         "jaxtyping>=0.3.11",
         "tqdm>=4.67",
@@ -45,13 +53,7 @@ setup(
     extras_require={
         "test": test,
         "dev": [*test, "ruff>=0.17,<0.18", "pyright[nodejs]>=1.1.414"],
-        "hf": [
-            "safetensors>=0.7",
-            "tokenizers>=0.22.1",
-            "gguf>=0.18",
-            "jinja2>=3.1.6",
-            "pyarrow>=21",  # problems in parquet files
-        ],
+        "hf": hf,
         "eval": ["lm-eval>=0.4.10", "reasoning-gym>=0.1.25"],
         "notebooks": ["nbclient>=0.10.4", "ipykernel>=7.1", "nbmake>=1.5.5"],
     },
