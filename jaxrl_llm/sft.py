@@ -52,18 +52,20 @@ class SFTConfig:
 
 
 class Examples(NamedTuple):
-    """Prompts with the completion that should follow, end token included."""
+    """Prompts with the completion that should follow, or several of them, end token included."""
 
     prompts: Prompts
-    tokens: Int[Array, "N T"]
-    mask: Bool[Array, "N T"]  # the tokens to learn
-    attention_mask: Bool[Array, "N T"] | None = None  # the real ones, where there are others
+    tokens: Int[Array, "N *G T"]
+    mask: Bool[Array, "N *G T"]  # the tokens to learn
+    attention_mask: Bool[Array, "N *G T"] | None = None  # the real ones, where there are others
 
 
 def sft_loss(params: Params, model: LanguageModel, examples: Examples) -> LossOutput:
     """Cross-entropy of the completion's tokens, in nats: −Σ log π(token) / number of tokens."""
-    tokens, mask = examples.tokens[:, None], examples.mask[:, None]
-    is_real = mask if examples.attention_mask is None else examples.attention_mask[:, None]
+    is_real = examples.mask if examples.attention_mask is None else examples.attention_mask
+    tokens, mask, is_real = (
+        x.reshape(len(x), -1, x.shape[-1]) for x in (examples.tokens, examples.mask, is_real)
+    )
     completions = Completions(tokens, mask, is_real, jnp.zeros(tokens.shape))
     scores = score(params, model, examples.prompts, completions)
     means = {"sft/entropy": masked_sum(scores.entropy_t, mask)}

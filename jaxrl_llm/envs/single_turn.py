@@ -114,7 +114,7 @@ class SingleTurnEnv(environment.Environment):
     ):
         if max_completion < 1:
             raise ConfigError(f"max_completion={max_completion}: expected at least 1 token")
-        self.tokenizer, self.max_completion = tokenizer, max_completion
+        self.tokenizer, self.max_completion, self.n_train = tokenizer, max_completion, n_train
         self.table = PromptTable(prompts, tokenizer.pad_id, max_prompt)
         self._ranges = {
             TRAIN: (0, n_train),
