@@ -129,4 +129,4 @@ def main(config: Config) -> dict:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Config, description=__doc__))
+    main(tyro.cli(Config, description=__doc__, config=(tyro.conf.AvoidSubcommands,)))

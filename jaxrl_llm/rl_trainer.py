@@ -15,6 +15,7 @@ from jaxrl_llm.logging import RunFolder
 from jaxrl_llm.losses.config import AlgorithmConfig
 from jaxrl_llm.losses.family import PRESETS
 from jaxrl_llm.losses.objective import make_algorithm
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
 from jaxrl_llm.policy import Policy
@@ -150,7 +151,7 @@ class RLTrainer:
             result = train(
                 folder,
                 init_state(
-                    jax.tree.map(jax.numpy.copy, self.policy.params),
+                    copy_trained(self.policy.params),
                     optimizer,
                     jax.random.key(self.run_config.seed),
                     model=model,
@@ -242,6 +243,12 @@ def with_episodes(train: TrainConfig, total_episodes: int) -> TrainConfig:
     iterations = math.ceil(total_episodes / (train.prompts * train.group_size))
     per_call = min(train.iterations_per_call, iterations)
     return dataclasses.replace(train, iterations=iterations, iterations_per_call=per_call)
+
+
+def copy_trained(params: Params) -> Params:
+    """A copy of what training changes, since it is donated; frozen weights are shared."""
+    changing, frozen = lora.partition(params)
+    return lora.combine(jax.tree.map(jax.numpy.copy, changing), frozen)
 
 
 def check_tokenizer(tokenizer: Tokenizer, policy: Policy) -> None:

@@ -15,7 +15,7 @@ from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.logging import Interrupt, MetricsLog, RunFolder, read_rows
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.rollout import Metrics
-from jaxrl_llm.training import TrainState, scan_iterations
+from jaxrl_llm.training import TrainState, attach, detach, scan_iterations
 from jaxrl_llm.types import ConfigError
 
 # These may change when a run is resumed: they decide no figure.
@@ -86,7 +86,8 @@ def train(
 
     Args:
         folder: the run's folder.
-        state: the state to begin with; it is donated.
+        state: the state to begin with; it is donated, but for frozen weights (`training.detach`),
+            which checkpoints leave out.
         make_step: returns the pure step function; called only if there is anything left to do.
         run: cadence of checkpoints.
         total: iterations of the whole run.
@@ -102,14 +103,21 @@ def train(
     """
     timer = Timer()
     step = functools.cache(make_step)
+    state, frozen = detach(state)
     calls: dict[int, Any] = {}
     stage_calls: dict[str, Any] = {}
 
     def compiled(length: int, state: TrainState):
         if length not in calls:
-            program = jax.jit(scan_iterations(step(), length), donate_argnums=0)
+            call = scan_iterations(step(), length)
+
+            def program(state: TrainState, frozen: Any):
+                state, metrics = call(attach(state, frozen))
+                return detach(state)[0], metrics
+
             with timer("compile"):
-                calls[length] = program.lower(state).compile()
+                lowered = jax.jit(program, donate_argnums=0).lower(state, frozen)
+                calls[length] = lowered.compile()
         return calls[length]
 
     def time_stages(state: TrainState, iteration_seconds: float) -> dict[str, float]:
@@ -118,9 +126,9 @@ def train(
         for name, stage in (stages or {}).items():
             if name not in stage_calls:
                 with timer("compile"):
-                    stage_calls[name] = jax.jit(stage).lower(state).compile()
+                    stage_calls[name] = jax.jit(stage).lower(attach(state, frozen)).compile()
             start = time.perf_counter()
-            jax.block_until_ready(stage_calls[name](state))
+            jax.block_until_ready(stage_calls[name](attach(state, frozen)))
             seconds[f"time/{name}_seconds"] = time.perf_counter() - start
         if seconds:
             seconds["time/rest_seconds"] = iteration_seconds - sum(seconds.values())
@@ -143,7 +151,7 @@ def train(
         with MetricsLog(folder, done if restored is not None else -1) as log:
             if restored is None and evaluate is not None:
                 with timer("evaluate"):
-                    measured = evaluate(state.params)
+                    measured = evaluate(attach(state, frozen).params)
                 log.write(0, measured.metrics, timer.take())
                 log.write_samples(0, measured.samples)
             figures: dict[str, str] = {}
@@ -152,7 +160,7 @@ def train(
                 length = min(per_call, total - done)
                 call = compiled(length, state)
                 with timer("train"):
-                    state, metrics = call(state)
+                    state, metrics = call(state, frozen)
                     metrics = jax.device_get(metrics)
                 before, done = done, done + length
                 seconds = timer.seconds["train"]
@@ -165,7 +173,7 @@ def train(
                 rows = [{name: x[i] for name, x in metrics.items()} for i in range(length)]
                 if evaluate is not None and is_evaluation_due(before, done):
                     with timer("evaluate"):
-                        measured = evaluate(state.params)
+                        measured = evaluate(attach(state, frozen).params)
                     rows[-1] |= measured.metrics
                     staged = time_stages(state, seconds / length)
                     log.write_samples(done, measured.samples)
@@ -177,9 +185,8 @@ def train(
                         checkpoints.save(done, state)
                 show(bar, figures, rows, shown, timing)
             bar.close()
-    params = jax.tree.map(np.asarray, state.params)
     return RunResult(
-        params=jax.tree.map(jax.numpy.asarray, params),
+        params=attach(state, frozen).params,
         history=read_rows(folder.metrics),
         iteration=done,
         is_complete=done >= total,

@@ -251,8 +251,10 @@ def init_state(
         rollout_lag: as in `TrainConfig`.
     """
 
+    changing, frozen = lora.partition(params)
+
     def copy(wanted: bool) -> Params | None:
-        return jax.tree.map(jnp.copy, params) if wanted else None
+        return lora.combine(jax.tree.map(jnp.copy, changing), frozen) if wanted else None
 
     critic = None
     if algorithm is not None and algorithm.critic is not None:
@@ -260,15 +262,36 @@ def init_state(
         critic = critics.init_critic(algorithm.critic, model, params)
     return TrainState(
         params=params,
-        opt_state=optimizer.init(Trained(lora.partition(params)[0], critic)),  # type: ignore[arg-type]
+        opt_state=optimizer.init(Trained(changing, critic)),  # type: ignore[arg-type]
         ref_params=copy(
-            algorithm is not None and algorithm.needs_reference and not lora.has_adapters(params)
+            algorithm is not None and algorithm.needs_reference and frozen is None
         ),
         key=key,
         iteration=jnp.int32(0),
         critic=critic,
         lagged_params=copy(rollout_lag == 1),
         kl=None if algorithm is None else algorithm.kl.init(),
+    )
+
+
+def detach(state: TrainState) -> tuple[TrainState, Any]:
+    """(the state without the frozen weights, the frozen weights): they are kept once, unchanged.
+
+    Without adapters nothing is frozen: (state, None).
+    """
+    changing, frozen = lora.partition(state.params)
+    lagged = state.lagged_params
+    lagged = None if lagged is None else lora.partition(lagged)[0]
+    return dataclasses.replace(state, params=changing, lagged_params=lagged), frozen
+
+
+def attach(state: TrainState, frozen: Any) -> TrainState:
+    """Undo `detach`."""
+    lagged = state.lagged_params
+    return dataclasses.replace(
+        state,
+        params=lora.combine(state.params, frozen),
+        lagged_params=None if lagged is None else lora.combine(lagged, frozen),
     )
 
 

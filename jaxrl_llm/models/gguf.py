@@ -1,5 +1,6 @@
 """Weights of Llama, Qwen2 and Qwen3 models in a GGUF file, quantised or not."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.models import weights
-from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
+from jaxrl_llm.models.transformer import (
+    LanguageModel,
+    ModelConfig,
+    Params,
+    RopeScaling,
+    rotary_frequencies,
+)
 from jaxrl_llm.models.weights import Place, Tensor, WeightType
 from jaxrl_llm.types import ConfigError
 
@@ -46,6 +53,7 @@ def load_gguf(
     path: str | Path,
     *,
     dtype: WeightType = "float32",
+    compute_dtype: WeightType | None = None,
     place: Place = weights.place_on_default_device,
     **overrides: Any,
 ) -> tuple[LanguageModel, Params]:
@@ -56,7 +64,8 @@ def load_gguf(
 
     Args:
         path: of the file.
-        dtype: of the weights and of the computation.
+        dtype: of the weights.
+        compute_dtype: of the computation, by default `dtype` too.
         place: as in `hf.load_pretrained`.
         overrides: further fields of `ModelConfig`, such as remat and scan_unroll.
 
@@ -70,11 +79,14 @@ def load_gguf(
         tensor.name: Tensor(str(path), tuple(int(n) for n in tensor.shape[::-1]), _Read(tensor))
         for tensor in reader.tensors
     }
-    config = model_config(fields, tied="output.weight" not in tensors, dtype=dtype, **overrides)
+    config = model_config(
+        fields, tied="output.weight" not in tensors, dtype=compute_dtype or dtype, **overrides
+    )
+    if "rope_freqs.weight" in tensors:
+        scaling = _rope_scaling(config, tensors.pop("rope_freqs.weight"))
+        config = dataclasses.replace(config, rope_scaling=scaling)
     model = LanguageModel(config, _vocab_size(fields, tensors))
     wanted = weights.slots(model, NAMES)
-    if "rope_freqs.weight" in tensors:
-        raise ConfigError(f"{path}: tensor rope_freqs.weight: scaled rotary is not supported")
     weights.check(wanted, tensors, path)
     if fields.architecture == "llama":
         heads = {"attn_q": config.heads, "attn_k": config.n_kv_heads}
@@ -114,6 +126,24 @@ def model_config(fields: "_Fields", *, tied: bool, **overrides: Any) -> ModelCon
         )
         | overrides
     )
+
+
+def _rope_scaling(config: ModelConfig, divisors: Tensor) -> RopeScaling:
+    """The scaling whose divisors of the rotary frequencies a file holds, one for each pair.
+
+    The file does not say what they were computed from; in llama.cpp's files of Llama 3.1 and 3.2
+    that differs in its factor only.
+    """
+    found = divisors.read()
+    scaling = RopeScaling(factor=float(found.max()))
+    frequencies = rotary_frequencies(dataclasses.replace(config, rope_scaling=None))
+    expected = frequencies / scaling.scaled(frequencies)
+    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-4):
+        raise ConfigError(
+            f"{divisors.file}: tensor rope_freqs.weight is not supported; expected the divisors of "
+            f"{expected.size} frequencies that Llama 3.1 has"
+        )
+    return scaling
 
 
 class _Fields:

@@ -1,6 +1,7 @@
 """Weights of Llama, Qwen2 and Qwen3 models in Hugging Face's format: safetensors, without torch."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from jaxrl_llm.models.safetensors_files import (
     write_json,
     write_weights,
 )
-from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params, RopeScaling
 from jaxrl_llm.models.weights import Place, Tensor, WeightType
 from jaxrl_llm.tokenizers import Tokenizer
 from jaxrl_llm.types import ConfigError
@@ -89,9 +90,6 @@ def model_config(hf_config: Any, **overrides: Any) -> ModelConfig:
     _refuse_unless(not sliding, hf_config, "layer_types", ["full_attention"])
     for field in _SIZES:
         weights.check_size(getattr(hf_config, field), f"{kind}: {field}")
-    rope = hf_config.rope_parameters
-    if rope.get("rope_type", "default") != "default" or rope.get("partial_rotary_factor", 1.0) != 1:
-        raise ConfigError(f"{kind}: rope_parameters={rope} is not supported; expected 'default'")
     return ModelConfig(
         **dict(
             width=hf_config.hidden_size,
@@ -101,7 +99,8 @@ def model_config(hf_config: Any, **overrides: Any) -> ModelConfig:
             head_width=getattr(hf_config, "head_dim", None)
             or hf_config.hidden_size // hf_config.num_attention_heads,
             mlp_width=hf_config.intermediate_size,
-            rope_theta=float(rope["rope_theta"]),
+            rope_theta=float(hf_config.rope_parameters["rope_theta"]),
+            rope_scaling=_rope_scaling(hf_config),
             norm_eps=hf_config.rms_norm_eps,
             tie_embeddings=hf_config.tie_word_embeddings,
             qkv_bias=kind == "qwen2",
@@ -115,6 +114,7 @@ def load_pretrained(
     folder: str | Path,
     *,
     dtype: WeightType = "float32",
+    compute_dtype: WeightType | None = None,
     place: Place = weights.place_on_default_device,
     **overrides: Any,
 ) -> tuple[LanguageModel, Params]:
@@ -125,8 +125,8 @@ def load_pretrained(
 
     Args:
         folder: see `resolve` for names.
-        dtype: of the weights and of the computation. For bfloat16 computation on float32 weights:
-            `LanguageModel(dataclasses.replace(model.config, dtype="bfloat16"), model.vocab_size)`.
+        dtype: of the weights.
+        compute_dtype: of the computation, by default `dtype` too.
         place: (path, array) -> array on the device: where to put a leaf of the parameters, or one
             layer of it. The stack over layers is sharded likewise, with its first axis whole.
         overrides: further fields of `ModelConfig`, such as remat and scan_unroll.
@@ -137,7 +137,7 @@ def load_pretrained(
     """
     folder = Path(folder)
     hf_config = _read_config(folder)
-    config = model_config(hf_config, dtype=dtype, **overrides)
+    config = model_config(hf_config, dtype=compute_dtype or dtype, **overrides)
     model = LanguageModel(config, hf_config.vocab_size)
     tensors = read_headers(folder)
     if config.tie_embeddings:
@@ -222,6 +222,19 @@ def resolve(name_or_folder: str | Path) -> Path:
     return _fetch(name)
 
 
+def _rope_scaling(hf_config: Any) -> RopeScaling | None:
+    rope = hf_config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    fields = [field.name for field in dataclasses.fields(RopeScaling)]
+    is_known = kind == "default" or kind == "llama3" and all(rope.get(name) for name in fields)
+    if not is_known or rope.get("partial_rotary_factor", 1.0) != 1:
+        raise ConfigError(
+            f"{hf_config.model_type}: rope_parameters={rope} is not supported; expected rope_type "
+            f"'default', or 'llama3' with {', '.join(fields)}"
+        )
+    return None if kind == "default" else RopeScaling(**{name: rope[name] for name in fields})
+
+
 def _refuse_unless(is_neutral: bool, hf_config: Any, field: str, neutral: Any) -> None:
     if not is_neutral:
         raise ConfigError(
@@ -303,8 +316,11 @@ def _check_params(model: LanguageModel, flat: Mapping[tuple[str, ...], jax.Array
 
 
 def _describe(kind: str, model: LanguageModel, max_position_embeddings: int) -> dict[str, Any]:
-    """config.json, with the rotary base where versions 4 and 5 of transformers look for it."""
+    """config.json, with what is rotary where versions 4 and 5 of transformers look for it."""
     config = model.config
+    rope = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        rope = {"rope_type": "llama3"} | dataclasses.asdict(config.rope_scaling)
     return {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
@@ -319,7 +335,8 @@ def _describe(kind: str, model: LanguageModel, max_position_embeddings: int) -> 
         "max_position_embeddings": max_position_embeddings,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_scaling": None if config.rope_scaling is None else rope,
+        "rope_parameters": rope | {"rope_theta": config.rope_theta},
         "tie_word_embeddings": config.tie_embeddings,
         "use_cache": True,
     } | ({"use_sliding_window": False} if kind != "llama" else {"mlp_bias": False})

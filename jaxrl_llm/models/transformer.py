@@ -6,6 +6,7 @@ attend to, in scoring (forward and backward) and in decoding. RMSNorm, rotary po
 grouped-query attention and SwiGLU, with the options that Llama, Qwen2 and Qwen3 need.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,10 +18,45 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.models import lora
 from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
 
-Params = Any  # a pytree of float32 master weights
+Params = Any  # a pytree of weights: float32 master weights, or frozen ones of bfloat16
 
 # Finite, so that a row that may attend to nothing (padding) gets a uniform average, not NaN.
 MASKED_SCORE = -1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's rotary frequencies, for texts longer than those it was first trained on.
+
+      f' = f · (s + (1 − s) / factor),   s = (N·f/2π − low) / (high − low), within [0, 1]
+
+    Slow rotations, which turn fewer than `low` times within the N positions, slow down by `factor`;
+    fast ones, of more than `high` turns, stay as they are. Llama 3.2 has factor 32.
+
+    References:
+        https://github.com/meta-llama/llama-models, models/llama3/model.py, apply_scaling
+    """
+
+    factor: float = 8.0
+    """What slow rotations are divided by."""
+    low_freq_factor: float = 1.0
+    """Rotations with fewer turns within the original positions are slow."""
+    high_freq_factor: float = 4.0
+    """Rotations with more turns within the original positions stay."""
+    original_max_position_embeddings: int = 8192
+    """Positions N of the texts that the model was first trained on."""
+
+    def __post_init__(self):
+        sizes = (self.factor, self.low_freq_factor, self.original_max_position_embeddings)
+        if min(sizes) <= 0 or self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(f"{self}: expected positive values, and high above low_freq_factor")
+
+    def scaled(self, frequencies: Float[Array, "E/2"]) -> Float[Array, "E/2"]:
+        """f' of each f, in radians per position."""
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        span = self.high_freq_factor - self.low_freq_factor
+        kept = jnp.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        return frequencies * (kept + (1.0 - kept) / self.factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +77,8 @@ class ModelConfig:
     """Hidden width of the SwiGLU layer (default: 3·D)."""
     rope_theta: float = 10_000.0
     """Base of the rotary position frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """How the rotary frequencies are scaled (Llama 3.1 and 3.2)."""
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     tie_embeddings: bool = True
@@ -50,7 +88,7 @@ class ModelConfig:
     qk_norm: bool = False
     """RMSNorm on queries and keys per head (Qwen3)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of activations and matmuls; weights stay float32."""
+    """Type of activations and matmuls; weights keep theirs."""
     remat: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     scan_unroll: int = 1
@@ -139,7 +177,7 @@ class Rotation(NamedTuple):
 
 
 def rotation(positions: Int[Array, "B G S"], config: ModelConfig) -> Rotation:
-    """Angles mθᵢ with θᵢ = base^(−2i/E), for positions m.
+    """Angles mθᵢ with θᵢ = base^(−2i/E), for positions m; θᵢ may be scaled.
 
     They are the same for all heads and layers, and kept from being fused into each: computing them
     again for every element that they rotate costs more than the attention.
@@ -147,11 +185,17 @@ def rotation(positions: Int[Array, "B G S"], config: ModelConfig) -> Rotation:
     References:
         Su et al. 2021, eq. 15, https://arxiv.org/abs/2104.09864
     """
-    half = config.head_size // 2
-    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies.reshape(1, 1, 1, 1, half)
+    frequencies = rotary_frequencies(config).reshape(1, 1, 1, 1, -1)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies
     cos_sin = jnp.cos(angles).astype(config.dtype), jnp.sin(angles).astype(config.dtype)
     return Rotation(*jax.lax.optimization_barrier(cos_sin))
+
+
+def rotary_frequencies(config: ModelConfig) -> Float[Array, "E/2"]:
+    """Radians per position of each pair of a head."""
+    half = config.head_size // 2
+    frequencies = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return frequencies if config.rope_scaling is None else config.rope_scaling.scaled(frequencies)
 
 
 def rotate(x: Float[Array, "B G S N E"], by: Rotation) -> Float[Array, "B G S N E"]:
