@@ -1,5 +1,6 @@
 """The command line of every experiment: one dataclass in, one exit status out."""
 
+import argparse
 import os
 import re
 import sys
@@ -33,6 +34,16 @@ def run(config_type: type[C], main: Callable[[C], object], description: str | No
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(130 if finished is False else 0)
+
+
+def defaults(config_type: type[C]) -> C:
+    """The config's defaults, which depend on --model where there is such a choice."""
+    for_model = getattr(config_type, "for_model", None)
+    if for_model is None:
+        return config_type()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model", default="tiny")
+    return for_model(parser.parse_known_args()[0].model)
 
 
 def use_compilation_cache() -> None:

@@ -204,22 +204,37 @@ def resolve(name_or_folder: str | Path) -> Path:
     Raises:
         ConfigError: it is none of these, or cannot be fetched.
     """
+    found = _locate(name_or_folder)
+    return found if isinstance(found, Path) else _fetch(found)
+
+
+def origin(name_or_folder: str | Path) -> str:
+    """What `resolve` takes to find the same model from anywhere: an absolute path, or a hub name.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    found = _locate(name_or_folder)
+    return str(found.absolute()) if isinstance(found, Path) else found
+
+
+def _locate(name_or_folder: str | Path) -> Path | str:
+    """The path, or the name on the hub."""
     path, name = Path(name_or_folder), str(name_or_folder)
     if path.is_dir() or path.suffix == ".gguf":
         return path
     if name in PRESETS:
         preset = PRESETS[name]
-        if preset.package and (packaged := packaged_gguf(preset.package)):
-            return packaged
-        if preset.hub is None:
+        packaged = packaged_gguf(preset.package) if preset.package else None
+        if not packaged and preset.hub is None:
             raise ConfigError(f"{name} has no pretrained weights: Policy.from_scratch makes fresh")
-        name = preset.hub
-    elif name.count("/") != 1 or path.is_absolute():
+        return packaged or str(preset.hub)
+    if name.count("/") != 1 or path.is_absolute():
         raise ConfigError(
             f"{name}: no such folder; expected one, a hub name such as Qwen/Qwen2.5-0.5B, or one "
             f"of {', '.join(PRESETS)}"
         )
-    return _fetch(name)
+    return name
 
 
 def _rope_scaling(hf_config: Any) -> RopeScaling | None:

@@ -15,13 +15,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Key
 
 from jaxrl_llm.types import ConfigError
 
+_Leaves = dict[tuple[str, ...], Any]  # by path; flatten_dict is not typed that closely
+
 PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
-_TRAINED = (("lora", "a"), ("lora", "b"))
+TRAINED = (("lora", "a"), ("lora", "b"))  # the last two names of a trained leaf's path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +64,7 @@ def add_adapters(params: Any, config: LoRAConfig, key: Key[Array, ""]) -> Any:
     """
     if has_adapters(params):
         raise ConfigError("the policy has adapters already: merge them first")
-    flat = flatten_dict(params)
+    flat: _Leaves = flatten_dict(params)
     kernels = {path: x for path, x in flat.items() if path[-1] == "kernel"}
     chosen = sorted(path for path in kernels if path[-2] in config.targets)
     for path, a_key in zip(chosen, jax.random.split(key, len(chosen)), strict=True):
@@ -88,23 +91,31 @@ def config_of(params: Any) -> LoRAConfig | None:
     """What `add_adapters` was told; None without adapters."""
     if not has_adapters(params):
         return None
-    flat = flatten_dict(params)
+    flat: _Leaves = flatten_dict(params)
     adapted = [path[:-2] for path in flat if path[-2:] == ("lora", "a")]
     some = adapted[0]
     rank = flat[(*some, "lora", "a")].shape[-1]
-    alpha = float(flat[(*some, "lora", "scale")][0]) * rank
     targets = {path[-1] for path in adapted}
     return LoRAConfig(
-        rank=rank, alpha=alpha, targets=tuple(name for name in PROJECTIONS if name in targets)
+        rank=rank,
+        alpha=_alpha(np.asarray(flat[(*some, "lora", "scale")][0]), rank),
+        targets=tuple(name for name in PROJECTIONS if name in targets),
     )
+
+
+def _alpha(scale: np.ndarray, rank: int) -> float:
+    """Whose quotient by the rank is this float32 number; of several, one with few digits."""
+    alpha = float(scale) * rank
+    short = round(alpha, 4)
+    return short if np.float32(short / rank) == scale else alpha
 
 
 def partition(params: Any) -> tuple[Any, Any]:
     """(what is trained, what is frozen): the adapters and the rest, or everything and None."""
     if not has_adapters(params):
         return params, None
-    flat = flatten_dict(params)
-    trained = {path: x for path, x in flat.items() if path[-2:] in _TRAINED}
+    flat: _Leaves = flatten_dict(params)
+    trained = {path: x for path, x in flat.items() if path[-2:] in TRAINED}
     frozen = {path: x for path, x in flat.items() if path not in trained}
     return unflatten_dict(trained), unflatten_dict(frozen)
 
@@ -118,15 +129,16 @@ def combine(trained: Any, frozen: Any) -> Any:
 
 def without_adapters(params: Any) -> Any:
     """The frozen policy."""
-    return unflatten_dict({p: x for p, x in flatten_dict(params).items() if "lora" not in p})
+    flat: _Leaves = flatten_dict(params)
+    return unflatten_dict({path: x for path, x in flat.items() if "lora" not in path})
 
 
 def merge(params: Any) -> Any:
     """The adapted policy as one without adapters: W + (α/r)·A·B."""
     if not has_adapters(params):
         return params
-    flat = flatten_dict(params)
-    merged = flatten_dict(without_adapters(params))
+    flat: _Leaves = flatten_dict(params)
+    merged: _Leaves = flatten_dict(without_adapters(params))
     for path in [path[:-2] for path in flat if path[-2:] == ("lora", "a")]:
         a, b, scale = (flat[(*path, "lora", name)] for name in ("a", "b", "scale"))
         kernel = merged[(*path, "kernel")]

@@ -1,7 +1,7 @@
 """Folders of safetensors: one file, or shards with an index."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,15 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def read_headers(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, by name; rotary frequencies, which old files keep, left out."""
+    """All tensors of a model's folder, by name."""
+    return read_tensors(_weight_files(folder))
+
+
+def read_tensors(files: Iterable[Path]) -> dict[str, Tensor]:
+    """All tensors of some files, by name; rotary frequencies, which old files keep, left out."""
     safe_open = _safetensors().safe_open
     tensors: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
+    for file in files:
         try:
             with safe_open(file, framework="np") as opened:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}
@@ -87,19 +92,23 @@ def write_weights(
     folder: Path, wanted: Mapping[str, Slot], flat: Mapping[Any, jax.Array], max_bytes: int
 ) -> None:
     """Write the leaves as the tensors that files name, in place of those that are there."""
-    save_file = _safetensors().numpy.save_file
     for old in [_SINGLE, _INDEX, *(path.name for path in folder.glob("model-*-of-*.safetensors"))]:
         (folder / old).unlink(missing_ok=True)
     shards = _shards({name: _n_bytes(slot, flat) for name, slot in wanted.items()}, max_bytes)
     files = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     files = [_SINGLE] if len(files) == 1 else files
     for file, names in zip(files, shards, strict=True):
-        arrays = {name: _on_host(wanted[name], flat) for name in names}
-        save_file(arrays, folder / file, metadata={"format": "pt"})
+        write_tensors(folder / file, {name: wanted[name] for name in names}, flat)
     if len(files) > 1:
         total = sum(_n_bytes(slot, flat) for slot in wanted.values())
         of = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": of})
+
+
+def write_tensors(file: Path, wanted: Mapping[str, Slot], flat: Mapping[Any, jax.Array]) -> None:
+    """Write one file."""
+    arrays = {name: _on_host(slot, flat) for name, slot in wanted.items()}
+    _safetensors().numpy.save_file(arrays, file, metadata={"format": "pt"})
 
 
 def _shards(n_bytes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
