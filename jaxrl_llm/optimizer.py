@@ -30,6 +30,10 @@ class OptimizerConfig:
     """Adam's decay of the second moment."""
     eps: float = 1e-8
     """Adam's ε."""
+    first_moment: Literal["float32", "bfloat16"] = "float32"
+    """Type in which Adam's first moment is kept: bfloat16 takes half the memory. The second moment
+    stays float32: an update moves it by a factor of about 1 ± (1 − b2), which is less than bfloat16
+    resolves (2⁻⁸) with b2 near 1, so it would stand still."""
 
 
 def make_schedule(config: OptimizerConfig, total: int) -> optax.Schedule:
@@ -75,6 +79,7 @@ def make_optimizer(
             b2=config.b2,
             eps=config.eps,
             weight_decay=config.weight_decay,
+            mu_dtype=config.first_moment,
         ),
         optax.identity() if value_rate == 1.0 else optax.stateless(scale_critic),
     )
