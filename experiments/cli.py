@@ -27,7 +27,9 @@ def run(config_type: type[C], main: Callable[[C], object], description: str | No
         paragraphs = re.sub(r"\n(?=(Command|Expected|Time) )", "\n\n", description or "")
         # Without subcommands, an optional group of settings such as rope_scaling is left out.
         settings = (tyro.conf.AvoidSubcommands,)
-        config = tyro.cli(config_type, description=paragraphs, config=settings)
+        config = tyro.cli(
+            config_type, default=defaults(config_type), description=paragraphs, config=settings
+        )
         use_compilation_cache()
         finished = main(config)
     except ConfigError as error:

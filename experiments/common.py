@@ -4,22 +4,26 @@ import dataclasses
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import Array, Key
 
 from jaxrl_llm.evaluation import EvalConfig
 from jaxrl_llm.logging import RunFolder
 from jaxrl_llm.losses.config import AlgorithmConfig
-from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.lora import LoRAConfig
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.rl_trainer import RLTrainer
 from jaxrl_llm.sampling import SamplingConfig
 from jaxrl_llm.sft import Examples, SFTConfig, make_sft_step
-from jaxrl_llm.trainer import FREE_FIELDS, RunConfig, RunResult, count_parameters, train
+from jaxrl_llm.trainer import FREE_FIELDS, RunConfig, count_parameters, train
 from jaxrl_llm.training import TrainConfig, init_state
 from jaxrl_llm.types import ConfigError
 
@@ -31,14 +35,54 @@ class Setting(NamedTuple):
     env_params: Any
     eval_params: Any
     model: LanguageModel
+    start: Callable[[Key[Array, ""]], Policy]  # what the warm start begins with
+
+
+def fresh_setting(network: ModelConfig, env: Any, env_params: Any, eval_params: Any) -> Setting:
+    """A setting with fresh weights for the environment's own tokenizer."""
+    model = LanguageModel(network, env.tokenizer.vocab_size)
+    return Setting(
+        env,
+        env_params,
+        eval_params,
+        model,
+        lambda key: Policy(model, env.tokenizer, model.init(key)),
+    )
+
+
+class WarmStart(NamedTuple):
+    """What reinforcement learning begins with; no policy after an interrupt."""
+
+    policy: Policy | None
+    path: Path | None  # where it is kept; None where there is no supervised training
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapters, where not all weights are to be trained."""
+
+    rank: int = 0
+    """Rank; 0: no adapters, all weights are trained."""
+    alpha: float = 32.0
+    """The adapter's output is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = lora.PROJECTIONS
+    """Names of the projections that get one."""
+
+    def add_to(self, policy: Policy, seed: int) -> Policy:
+        """The policy with fresh adapters, or as it is."""
+        if not self.rank:
+            return policy
+        return policy.with_lora(LoRAConfig(**vars(self)), seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExperimentConfig:
     """Reinforcement learning from a warm start."""
 
-    model: ModelConfig = ModelConfig()
-    """The policy."""
+    network: ModelConfig = ModelConfig()
+    """The policy's shape and numerics."""
+    lora: AdapterConfig = AdapterConfig()
+    """Train low-rank adapters only, in the warm start (merged after it) and then again."""
     sft: SFTConfig = SFTConfig()
     """The warm start; made once, then found again by its settings."""
     sft_seed: int = 0
@@ -72,17 +116,20 @@ class ExperimentConfig:
     @property
     def warm_start(self) -> dict[str, Any]:
         """Everything that decides the warm start, and nothing else: its hash names its folder."""
-        parts = {"model": dataclasses.asdict(self.model), "sft": dataclasses.asdict(self.sft)}
-        return parts | {"seed": self.sft_seed}
+        parts = {"network": self.network, "lora": self.lora, "sft": self.sft}
+        described = {name: dataclasses.asdict(part) for name, part in parts.items()}
+        return described | {"seed": self.sft_seed}
 
     def resolved(self):
         """The config to run: with `paper` the published algorithm, with `smoke` tiny sizes."""
         config = self.published() if self.paper else self
-        if not self.smoke:
-            return config
+        return config.small() if self.smoke else config
+
+    def small(self):
+        """This config with tiny sizes."""
         return dataclasses.replace(
-            config,
-            model=ModelConfig(width=32, layers=2, heads=2),
+            self,
+            network=ModelConfig(width=32, layers=2, heads=2),
             sft=dataclasses.replace(self.sft, steps=20, batch=64, examples=512, steps_per_call=10),
             train=dataclasses.replace(
                 self.train, iterations=4, prompts=8, group_size=4, iterations_per_call=2
@@ -95,9 +142,13 @@ class ExperimentConfig:
             ),
         )
 
+    def defaults(self):
+        """The config without anything chosen on the command line."""
+        return type(self)()
+
     def published(self):
         """This config with the algorithm as in its paper."""
-        if self.algorithm != type(self)().algorithm:
+        if self.algorithm != self.defaults().algorithm:
             raise ConfigError(
                 "--paper takes all of algorithm.* from the paper: leave it out to set some of them"
             )
@@ -108,37 +159,48 @@ class ExperimentConfig:
         return dataclasses.replace(self, algorithm=published)
 
 
-def train_warm_start(config: ExperimentConfig, setting: Setting) -> tuple[RunResult, Path]:
+def train_warm_start(config: ExperimentConfig, setting: Setting) -> WarmStart:
     """Make the warm start that `config` describes, or find it."""
+    init_key, state_key = jax.random.split(jax.random.key(config.sft_seed))
+    policy = setting.start(init_key)
+    if not config.sft.steps:
+        return WarmStart(policy, None)
+    policy = config.lora.add_to(policy, config.sft_seed)
     settings = config.warm_start
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    init_key, state_key = jax.random.split(jax.random.key(config.sft_seed))
     optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
-    state = init_state(setting.model.init(init_key), optimizer, state_key)
-    kind = f"sft_{setting.env.name.lower()}"
-    with RunFolder.open(config.run.root / kind / name, settings) as folder:
+    path = config.run.root / f"sft_{setting.env.name.lower()}" / name
+    with RunFolder.open(path, settings) as folder:
         result = train(
             folder,
-            state,
+            init_state(policy.params, optimizer, state_key),
             lambda: make_sft_step(setting.model, config.examples(setting), optimizer, config.sft),
-            run=dataclasses.replace(config.run, checkpoint_every=100),
+            run=dataclasses.replace(
+                config.run, checkpoint_every=min(100, 10 * config.sft.steps_per_call)
+            ),
             total=config.sft.steps,
             per_call=config.sft.steps_per_call,
             tokens_metric="sft/tokens",
             shown=("loss",),
         )
-    if not result.is_complete:
-        print(f"interrupted: the warm start is saved in {folder.path}; type the same again")
-    return result, folder.path
+        if not result.is_complete:
+            print(f"interrupted: the warm start is saved in {path}; type the same again")
+            return WarmStart(None, path)
+        kept = path / "policy"
+        policy = dataclasses.replace(policy, params=result.params).merged()
+        policy = dataclasses.replace(policy, source=str(kept.absolute()))
+        if not kept.exists():
+            policy.save(kept)
+    return WarmStart(policy, path)
 
 
 def make_trainer(
-    config: ExperimentConfig, setting: Setting, params: Params, path: Path
+    config: ExperimentConfig, setting: Setting, policy: Policy, path: Path
 ) -> RLTrainer:
     """The trainer that a config describes."""
     return RLTrainer(
         env=setting.env,
-        policy=Policy(setting.model, setting.env.tokenizer, params),
+        policy=policy,
         optimizer=config.algorithm,
         log_dir=path,
         env_params=setting.env_params,
@@ -148,9 +210,15 @@ def make_trainer(
         adam=config.optimizer,
         evaluation=config.eval,
         run=config.run,
-        settings=dataclasses.asdict(config),
+        settings=settings_of(config, setting),
         name=path.parent.name,
     )
+
+
+def settings_of(config: ExperimentConfig, setting: Setting) -> dict[str, Any]:
+    """What config.json holds: the config, and a digest of the data where there are some."""
+    digest = getattr(setting.env_params, "data", None)
+    return dataclasses.asdict(config) | ({} if digest is None else {"data": digest})
 
 
 def run_experiment(experiment: str, config: ExperimentConfig) -> bool:
@@ -159,15 +227,16 @@ def run_experiment(experiment: str, config: ExperimentConfig) -> bool:
     setting = config.setting()
     path = config.run.root / experiment / config.run.name
     # Before anything is computed: do the settings go together, and is the folder theirs?
-    make_trainer(config, setting, jax.eval_shape(setting.model.init, jax.random.key(0)), path)
-    RunFolder.open(path, dataclasses.asdict(config), free=FREE_FIELDS).close()
-    warm, warm_path = train_warm_start(config, setting)
-    if not warm.is_complete:
+    shapes = jax.eval_shape(setting.model.init, jax.random.key(0))
+    make_trainer(config, setting, Policy(setting.model, setting.env.tokenizer, shapes), path)
+    RunFolder.open(path, settings_of(config, setting), free=FREE_FIELDS).close()
+    warm = train_warm_start(config, setting)
+    if warm.policy is None:
         return False
-    print(
-        f"{count_parameters(warm.params):,} parameters, warm start {warm_path} "
-        f"({config.sft.steps} steps)"
-    )
-    is_complete = make_trainer(config, setting, warm.params, path).run().is_complete
+    n_parameters = count_parameters(warm.policy.params)
+    made = f"warm start {warm.path} ({config.sft.steps} steps)" if warm.path else "no warm start"
+    print(f"{n_parameters:,} parameters, {made}")
+    policy = config.lora.add_to(warm.policy, config.run.seed)
+    is_complete = make_trainer(config, setting, policy, path).run().is_complete
     print(f"with the warm start {time.perf_counter() - started:.0f} s")
     return is_complete

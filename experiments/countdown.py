@@ -2,9 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from experiments.common import ExperimentConfig, Setting
+from experiments import chat_countdown
+from experiments.chat_countdown import ChatConfig
+from experiments.common import ExperimentConfig, Setting, fresh_setting
 from jaxrl_llm.envs.countdown import (
     HELD_OUT,
     Countdown,
@@ -13,12 +16,13 @@ from jaxrl_llm.envs.countdown import (
     countdown_params,
     sft_examples,
 )
-from jaxrl_llm.models.transformer import LanguageModel
 from jaxrl_llm.optimizer import OptimizerConfig
 from jaxrl_llm.sampling import SamplingConfig
 from jaxrl_llm.sft import Examples, SFTConfig
 from jaxrl_llm.tokenizers import arithmetic_tokenizer
+from jaxrl_llm.trainer import RunConfig
 from jaxrl_llm.training import TrainConfig
+from jaxrl_llm.types import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,13 @@ WARM_START = SFTConfig(
 class CountdownConfig(ExperimentConfig):
     """Reinforcement learning on Countdown, from a warm start."""
 
+    model: str = "tiny"
+    """tiny: fresh weights, shaped by network.*; or a pretrained model: the name of a preset such as
+    smollm2-135m or of the Hugging Face hub, a folder, or a GGUF file. All defaults depend on it."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Type of a pretrained model's weights; adapters are float32."""
+    chat: ChatConfig = ChatConfig()
+    """How a pretrained model is asked."""
     task: TaskConfig = TaskConfig()
     """Problems and rewards."""
     sft: SFTConfig = WARM_START
@@ -67,24 +78,50 @@ class CountdownConfig(ExperimentConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=4e-4, schedule="linear", b2=0.999)
     """Optimizer of the policy."""
 
+    @classmethod
+    def for_model(cls, model: str) -> Self:
+        """The defaults for a model."""
+        if model == "tiny":
+            return cls()
+        algorithm = dataclasses.replace(cls().algorithm, kl_coef=0.0, entropy_coef=0.0)
+        run = RunConfig(name=Path(model).name)
+        return cls(model=model, algorithm=algorithm, run=run, **chat_countdown.settings(model))
+
+    def __post_init__(self):
+        if self.model == "tiny" and self.chat != ChatConfig():
+            raise ConfigError("chat.* is for pretrained models: add --model, such as smollm2-135m")
+
+    def defaults(self) -> Self:
+        return self.for_model(self.model)
+
+    def small(self) -> Self:
+        return super().small() if self.model == "tiny" else chat_countdown.small(self)
+
     @property
     def _warm_tokens(self) -> int:
         return min(self.sampling.max_tokens, self.task.solution_tokens)
 
     @property
     def warm_start(self) -> dict[str, Any]:
-        return super().warm_start | {"preset": self.task.preset, "max_tokens": self._warm_tokens}
+        described = super().warm_start | {"preset": self.task.preset}
+        if self.model == "tiny":
+            return described | {"max_tokens": self._warm_tokens}
+        asked = {"chat": dataclasses.asdict(self.chat), "max_tokens": self.sampling.max_tokens}
+        return described | asked | {"model": self.model, "weights": self.weights}
 
     def setting(self) -> Setting:
+        if self.model != "tiny":
+            return chat_countdown.setting(self)
         params, tokenizer = self.task.params(), arithmetic_tokenizer()
         env = Countdown(
             tokenizer, max_numbers=params.max_numbers, max_completion=self.sampling.max_tokens
         )
         check_params(params, env)
-        held_out = dataclasses.replace(params, split=HELD_OUT)
-        return Setting(env, params, held_out, LanguageModel(self.model, tokenizer.vocab_size))
+        return fresh_setting(self.network, env, params, dataclasses.replace(params, split=HELD_OUT))
 
     def examples(self, setting: Setting) -> Examples:
+        if self.model != "tiny":
+            return chat_countdown.examples(self, setting)
         return Examples(
             *sft_examples(
                 setting.env, setting.env_params, self.sft.examples, self.sft_seed, self._warm_tokens

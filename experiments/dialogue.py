@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.common import ExperimentConfig, Setting
+from experiments.common import ExperimentConfig, Setting, fresh_setting
 from jaxrl_llm.envs.demonstrations import demonstrations
 from jaxrl_llm.envs.dialogue import DialogueEnv
 from jaxrl_llm.evaluation import EvalConfig
-from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
+from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.optimizer import OptimizerConfig
 from jaxrl_llm.sampling import SamplingConfig
 from jaxrl_llm.sft import Examples, SFTConfig
@@ -22,8 +22,8 @@ class DialogueConfig(ExperimentConfig):
 
     reward: Literal["task_success", "tool_efficiency", "dialogue_quality"] = "tool_efficiency"
     """What an episode is worth, see jaxrl_llm/envs/rewards.py."""
-    model: ModelConfig = ModelConfig(width=96, layers=3, heads=4)
-    """The policy."""
+    network: ModelConfig = ModelConfig(width=96, layers=3, heads=4)
+    """The policy's shape and numerics."""
     sft: SFTConfig = SFTConfig(
         steps=275,
         batch=64,
@@ -54,7 +54,7 @@ class DialogueConfig(ExperimentConfig):
     def setting(self) -> Setting:
         env = DialogueEnv(self.reward, max_completion=self.sampling.max_tokens)
         params = env.default_params
-        return Setting(env, params, params, LanguageModel(self.model, env.tokenizer.vocab_size))
+        return fresh_setting(self.network, env, params, params)
 
     def examples(self, setting: Setting) -> Examples:
         weights = np.asarray(self.shown, np.float32)

@@ -12,16 +12,16 @@ from jaxrl_llm.logging import provenance, write_json
 def main(config: ExperimentConfig) -> bool:
     config = config.resolved()
     setting = config.setting()
-    result, path = train_warm_start(config, setting)
-    if result.is_complete:
-        metrics = (
-            make_trainer(config, setting, result.params, path).measure()(result.params).metrics
-        )
-        for name, value in metrics.items():
-            print(f"{name:<22} {value:.3f}")
-        write_json(path / "summary.json", {"after": metrics} | provenance())
-    print(f"warm start: {path}")
-    return result.is_complete
+    warm = train_warm_start(config, setting)
+    if warm.policy is None or warm.path is None:
+        return warm.policy is not None
+    trainer = make_trainer(config, setting, warm.policy, warm.path)
+    metrics = trainer.measure()(warm.policy.params).metrics
+    for name, value in metrics.items():
+        print(f"{name:<22} {value:.3f}")
+    write_json(warm.path / "summary.json", {"after": metrics} | provenance())
+    print(f"warm start: {warm.path}")
+    return True
 
 
 if __name__ == "__main__":

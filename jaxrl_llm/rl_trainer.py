@@ -173,7 +173,7 @@ class RLTrainer:
                 evaluate_every=self.evaluation.every,
                 stages={"rollout": sample_only},
             )
-            trained = dataclasses.replace(self.policy, params=result.params)
+            trained = self.policy.with_params(result.params)
             if result.is_complete:
                 seconds = time.perf_counter() - started
                 summarize(self.name, folder, result, seconds, sizes)

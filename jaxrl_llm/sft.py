@@ -25,7 +25,7 @@ class SFTConfig:
     """How the warm start is trained."""
 
     steps: int = 300
-    """Optimizer steps."""
+    """Optimizer steps; 0: no supervised training."""
     batch: int = 256
     """Examples per step."""
     examples: int = 50_000
@@ -42,8 +42,10 @@ class SFTConfig:
     """Optimizer settings."""
 
     def __post_init__(self):
-        if min(self.steps, self.batch, self.microbatches, self.steps_per_call) < 1:
-            raise ConfigError("sft: steps, batch, microbatches and steps_per_call must be positive")
+        if min(self.batch, self.microbatches, self.steps_per_call) < 1 or self.steps < 0:
+            raise ConfigError(
+                "sft: batch, microbatches and steps_per_call must be positive, steps not negative"
+            )
         if self.batch > self.examples or self.batch % self.microbatches:
             raise ConfigError(
                 f"sft: batch={self.batch} must be at most examples={self.examples} and a multiple "

@@ -250,7 +250,6 @@ def init_state(
         algorithm: as in `make_iteration`; None for supervised training.
         rollout_lag: as in `TrainConfig`.
     """
-
     changing, frozen = lora.partition(params)
 
     def copy(wanted: bool) -> Params | None:
@@ -263,9 +262,7 @@ def init_state(
     return TrainState(
         params=params,
         opt_state=optimizer.init(Trained(changing, critic)),  # type: ignore[arg-type]
-        ref_params=copy(
-            algorithm is not None and algorithm.needs_reference and frozen is None
-        ),
+        ref_params=copy(algorithm is not None and algorithm.needs_reference and frozen is None),
         key=key,
         iteration=jnp.int32(0),
         critic=critic,

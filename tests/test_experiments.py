@@ -41,7 +41,7 @@ def invoke(monkeypatch, arm, *arguments):
         (["--train.prompts", "30", "--train.minibatches", "4"], "multiple of 16"),
         (["--sampling.top-k", "5"], "leave top_k to evaluation"),
         (["--sampling.max-tokens", "0"], "max_tokens=0"),
-        (["--model.heads", "5"], "not a multiple of heads=5"),
+        (["--network.heads", "5"], "not a multiple of heads=5"),
         (["--run.name", "a/b"], "plain folder name"),
     ],
 )

@@ -1,0 +1,188 @@
+"""Countdown for pretrained language models: how they are asked, and settings for each.
+
+Prompts are chats, completions think within `<think>` and answer within `<answer>`, and the warm
+start shows worked solutions that try an equation or two in vain.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experiments.common import AdapterConfig, Setting
+from jaxrl_llm import countdown_data
+from jaxrl_llm.envs.countdown import HELD_OUT
+from jaxrl_llm.envs.countdown_chat import QUESTION, SYSTEM, CountdownChat, EnvParams
+from jaxrl_llm.envs.countdown_traces import trace_examples
+from jaxrl_llm.evaluation import EvalConfig
+from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.optimizer import OptimizerConfig
+from jaxrl_llm.policy import Policy
+from jaxrl_llm.sampling import SamplingConfig
+from jaxrl_llm.sft import Examples, SFTConfig
+from jaxrl_llm.training import TrainConfig
+from jaxrl_llm.types import ConfigError
+
+if TYPE_CHECKING:
+    from experiments.countdown import CountdownConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """How a pretrained model is asked, and with which problems."""
+
+    data: str | None = None
+    """Problems: a parquet or JSONL file, a folder of them, or a data set of the hub, such as
+    Jiayi-Pan/Countdown-Tasks-3to4; None: generated as task.preset says."""
+    problems: int = 20_000
+    """Training problems, the first of the data or generated; each is tokenised at the start."""
+    held_out: int = 1024
+    """Further problems for measurement, which share no key with these."""
+    system: str | None = SYSTEM
+    """The system message; None for chat templates that allow none."""
+    question: str = QUESTION
+    """The user's message, with {numbers} and {target}."""
+    prefill: str = ""
+    """How the response begins."""
+    traces: int = 4
+    """Worked solutions of each problem of the warm start, which share its prompt."""
+    max_failures: int = 2
+    """Equations that a worked solution tries in vain, at most."""
+
+
+# A short prompt: on a CPU every token counts.
+_SHORT = "Make {target} from {numbers}. Think in <think></think>, then <answer>equation</answer>."
+
+# What a CPU manages within an hour.
+_ON_CPU: dict[str, Any] = {
+    "lora": AdapterConfig(rank=16),
+    "chat": ChatConfig(system="", question=_SHORT),
+    "sft": SFTConfig(
+        steps=120,
+        batch=4,
+        examples=480,
+        microbatches=4,
+        steps_per_call=5,
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup=10, schedule="cosine"),
+    ),
+    "sampling": SamplingConfig(max_tokens=80, block=16),
+    "train": TrainConfig(
+        iterations=30, prompts=8, group_size=8, microbatches=8, iterations_per_call=1
+    ),
+    "optimizer": OptimizerConfig(learning_rate=3e-4, warmup=3),
+    "eval": EvalConfig(problems=128, samples=2, every=15),
+}
+
+# What an accelerator with 16 GB manages; see the README for each model.
+_ON_ACCELERATOR: dict[str, Any] = {
+    "network": ModelConfig(dtype="bfloat16", remat=True),
+    "weights": "bfloat16",
+    "lora": AdapterConfig(rank=32),
+    "sft": SFTConfig(
+        steps=200,
+        batch=16,
+        examples=4_000,
+        microbatches=8,
+        steps_per_call=10,
+        optimizer=OptimizerConfig(learning_rate=5e-4, warmup=10, schedule="cosine"),
+    ),
+    "sampling": SamplingConfig(max_tokens=256, block=32),
+    "train": TrainConfig(
+        iterations=200, prompts=16, group_size=8, microbatches=16, iterations_per_call=5
+    ),
+    "optimizer": OptimizerConfig(learning_rate=5e-5, warmup=5),
+    "eval": EvalConfig(problems=256, samples=2, every=50),
+}
+
+
+def settings(model: str) -> dict[str, Any]:
+    """Fields of `CountdownConfig` that suit a model."""
+    return _ON_CPU if model == "smollm2-135m" else _ON_ACCELERATOR
+
+
+def small(config: "CountdownConfig") -> Any:
+    """Tiny sizes for the model as it is."""
+    return dataclasses.replace(
+        config,
+        chat=dataclasses.replace(config.chat, problems=64, held_out=16),
+        sft=dataclasses.replace(config.sft, steps=2, batch=2, microbatches=1, examples=8),
+        sampling=dataclasses.replace(config.sampling, max_tokens=64),
+        train=dataclasses.replace(
+            config.train,
+            iterations=2,
+            prompts=2,
+            group_size=4,
+            microbatches=1,
+            iterations_per_call=1,
+        ),
+        eval=dataclasses.replace(config.eval, problems=4, samples=2, every=2),
+        run=dataclasses.replace(config.run, name=f"{config.run.name}-smoke"),
+    )
+
+
+def setting(config: "CountdownConfig") -> Setting:
+    """The chat environment and the pretrained model.
+
+    Raises:
+        ConfigError: no such model or data, or options of a fresh model's shape.
+    """
+    check_network(config.network)
+    policy = Policy.from_pretrained(
+        config.model,
+        dtype=config.weights,
+        compute_dtype=config.network.dtype,
+        remat=config.network.remat,
+        scan_unroll=config.network.scan_unroll,
+    )
+    chat = config.chat
+    training, held_out = problems(config)
+    env = CountdownChat(
+        policy.tokenizer,
+        training,
+        held_out,
+        system=chat.system,
+        question=chat.question,
+        prefill=chat.prefill,
+        max_completion=config.sampling.max_tokens,
+    )
+    rewards = {k: v for k, v in vars(config.task).items() if k != "preset"}
+    params = dataclasses.replace(env.default_params, **rewards)
+    assert isinstance(params, EnvParams)
+    evaluated = dataclasses.replace(params, split=HELD_OUT)
+    return Setting(env, params, evaluated, policy.model, lambda key: policy)
+
+
+def check_network(network: ModelConfig) -> None:
+    """Raises ConfigError if more is set than what a pretrained model leaves open."""
+    free = {name: getattr(network, name) for name in ("dtype", "remat", "scan_unroll")}
+    if network != ModelConfig(**free):
+        raise ConfigError(
+            "network: a pretrained model has its own shape; expected no more than network.dtype, "
+            "network.remat and network.scan-unroll"
+        )
+
+
+def problems(config: "CountdownConfig") -> tuple[countdown_data.Problems, countdown_data.Problems]:
+    """Training problems and held-out ones."""
+    chat = config.chat
+    if chat.data is None:
+        # Twice as many as are held out are spare: keys repeat.
+        n = chat.problems + 2 * chat.held_out
+        drawn = countdown_data.generate(n, config.sft_seed, config.task.preset)
+    else:
+        drawn = countdown_data.read_problems(chat.data)
+    training, held_out = countdown_data.split(drawn, chat.held_out, seed=0)
+    return training.take(slice(chat.problems)), held_out
+
+
+def examples(config: "CountdownConfig", setting: Setting) -> Examples:
+    """Worked solutions for the warm start."""
+    return Examples(
+        *trace_examples(
+            setting.env,
+            config.sft.examples,
+            per_problem=config.chat.traces,
+            max_tokens=config.sampling.max_tokens,
+            max_failures=config.chat.max_failures,
+            seed=config.sft_seed,
+        )
+    )
