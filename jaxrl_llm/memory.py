@@ -8,7 +8,7 @@ of these phases.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +169,14 @@ def _state_shapes(
     return jax.eval_shape(init, params)
 
 
+class _Kept(NamedTuple):
+    """Bytes that a layer keeps for its backward pass."""
+
+    mlp: float  # arrays as wide as the MLP
+    scores: float  # of attention, own and prefix
+    rest: float
+
+
 @dataclass(frozen=True)
 class _Plan:
     """The phases of one iteration."""
@@ -300,9 +308,10 @@ class _Plan:
 
     def scoring_rows(self) -> Rows:
         positions = self.prompts * self.train.group_size * self.sampling.max_tokens
-        # Half of what a backward pass would want, but attention's scores until they are summed.
-        mlp, attention = self.layer_residuals(self.prompts)
-        layer = max(mlp / 2, 0.75 * attention)
+        # Scores are there at once; of what a backward pass would keep of the MLP half is, and of
+        # the projections a quarter.
+        kept = self.layer_residuals(self.prompts)
+        layer = max(kept.mlp / 2, kept.scores + kept.rest / 4)
         logits = (3 if positions > self.chunk else 1) * self.logits(min(positions, self.chunk))
         return {
             "output projection": self.head_copy(),
@@ -354,9 +363,13 @@ class _Plan:
 
     def layer_rows(self) -> Rows:
         """What a layer has kept, with cotangents: first of its MLP, then of attention's scores."""
-        mlp, attention = self.layer_residuals(self.microbatch)
-        waiting = attention if self.model.config.remat else 0  # else it is among what was saved
-        return {"a layer's backward pass": max(waiting + 2 * mlp, 1.5 * attention)}
+        kept = self.layer_residuals(self.microbatch)
+        # Of six arrays kept of the MLP two have cotangents at once; adapters have products of
+        # their own, and twice as much.
+        of_mlp = kept.mlp * (2 if lora.has_adapters(self.state.params) else 4 / 3)
+        # Without recomputation the rest is among what was saved.
+        waiting = kept.scores + kept.rest if self.model.config.remat else 0
+        return {"a layer's backward pass": max(waiting + of_mlp, 2 * kept.scores + kept.rest / 2)}
 
     def saved_activations(self) -> float:
         """What the forward pass of one microbatch keeps for the backward pass."""
@@ -386,8 +399,8 @@ class _Plan:
         )
         return sum(map(self.activation_size, shapes))
 
-    def layer_residuals(self, rows: int) -> tuple[float, float]:
-        """Bytes that one layer keeps of `rows` prompts' completions: of its MLP, and the rest."""
+    def layer_residuals(self, rows: int) -> "_Kept":
+        """What one layer keeps of `rows` prompts' completions for its backward pass."""
         config = self.model.config
         prompts, completions = self.batch_shapes(rows)
         layer = jax.tree.map(lambda x: shaped(x.shape[1:], x.dtype), self.state.params["blocks"])
@@ -411,10 +424,17 @@ class _Plan:
             return residuals(forward, changing, x, prefix, given=(layer, prompts, completions))
 
         shapes = jax.eval_shape(saved, layer, x, KeyValues(part, part), prompts, completions)
-        mlp = [x for x in shapes if x.shape[-1:] == (config.mlp_size,)]
-        total = sum(map(self.activation_size, shapes))
-        of_mlp = sum(map(self.activation_size, mlp))
-        return of_mlp, total - of_mlp
+        lengths = self.prompt_length, max(self.sampling.max_tokens - 1, 1)
+        mlp = scores = rest = 0.0
+        for x in (x for x in shapes if x.dtype != bool):  # masks are made again where needed
+            size = self.activation_size(x)
+            if x.shape[-1:] == (config.mlp_size,):
+                mlp += size
+            elif x.ndim == 6 and x.shape[-1] in lengths:  # [B, K, R, G, S, U]
+                scores += size
+            else:
+                rest += size
+        return _Kept(mlp, scores, rest)
 
     def batch_shapes(self, rows: int) -> tuple[Prompts, Completions]:
         ids = shaped((rows, self.prompt_length), jnp.int32)

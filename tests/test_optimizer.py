@@ -5,6 +5,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
 from jaxrl_llm.optimizer import (
     OptimizerConfig,
     Trained,
@@ -12,6 +14,7 @@ from jaxrl_llm.optimizer import (
     make_schedule,
     skipped_updates,
 )
+from jaxrl_llm.types import Prompts
 
 
 def test_a_non_finite_gradient_is_skipped_counted_and_leaves_no_trace():
@@ -56,3 +59,55 @@ def test_the_value_rate_scales_the_value_models_steps_and_no_others(value_rate):
     plain, scaled = step(1.0), step(value_rate)
     chex.assert_trees_all_equal(scaled.policy, plain.policy)
     chex.assert_trees_all_close(scaled.critic["v"], value_rate * plain.critic["v"], rtol=1e-6)
+
+
+def descend(optimizer, params, steps=200):
+    """Fit the first columns of a random matrix by gradient descent."""
+    target = jax.random.normal(jax.random.key(0), (8, 4))
+
+    def loss(params):
+        return ((params["w"].astype(jnp.float32) @ params["a"] - target) ** 2).mean()
+
+    def step(carry, _):
+        params, state = carry
+        value, grads = jax.value_and_grad(lambda a: loss(params | {"a": a}))(params["a"])
+        updates, state = optimizer.update({"a": grads}, state, {"a": params["a"]})
+        return (params | optax.apply_updates({"a": params["a"]}, updates), state), value
+
+    start = params, optimizer.init({"a": params["a"]})
+    return jax.lax.scan(step, start, length=steps)
+
+
+def test_a_bfloat16_first_moment_trains_like_a_float32_one():
+    params = {"w": jax.random.normal(jax.random.key(1), (8, 8)), "a": jnp.zeros((8, 4))}
+    losses = {}
+    for name in ("float32", "bfloat16"):
+        config = OptimizerConfig(learning_rate=1e-2, first_moment=name)
+        (_, state), losses[name] = descend(make_optimizer(config, 200), params)
+        assert optax.tree.get(state, "mu")["a"].dtype == name
+        assert optax.tree.get(state, "nu")["a"].dtype == jnp.float32
+    assert losses["float32"][-1] < 0.5 * losses["float32"][0]
+    np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=0.02)
+    assert (losses["bfloat16"] != losses["float32"]).any()
+
+
+def test_float32_adapters_train_beside_frozen_bfloat16_weights():
+    model = LanguageModel(ModelConfig(width=16, layers=1, heads=2, dtype="bfloat16"), 8)
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.init(jax.random.key(0)))
+    params = lora.add_adapters(base, lora.LoRAConfig(rank=2), jax.random.key(1))
+    changing, frozen = lora.partition(params)
+    optimizer = make_optimizer(OptimizerConfig(), 10)
+    state = optimizer.init(Trained(changing))
+    prompts = Prompts(jnp.ones((2, 3), jnp.int32), jnp.ones((2, 3), bool))
+
+    def loss(trained):
+        last, _ = model.prefill(lora.combine(trained.policy, frozen), prompts)
+        return (last.astype(jnp.float32) ** 3).sum()
+
+    grads = jax.grad(loss)(Trained(changing))
+    updates, state = optimizer.update(grads, state, Trained(changing))
+    moved = optax.apply_updates(Trained(changing), updates)
+    for leaf in jax.tree.leaves((moved, optax.tree.get(state, "nu"))):
+        assert leaf.dtype == jnp.float32
+    assert optax.tree.norm(jax.tree.map(jnp.subtract, moved, Trained(changing))) > 0
+    assert skipped_updates(state) == 0
