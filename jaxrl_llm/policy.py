@@ -1,16 +1,22 @@
 """A language model with its tokenizer and parameters: what is trained, saved and loaded."""
 
+import contextlib
 import dataclasses
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from jaxrl_llm.models import lora
+from jaxrl_llm.hf_tokenizers import HFTokenizer
+from jaxrl_llm.models import hf, lora, peft
+from jaxrl_llm.models.gguf import load_gguf
 from jaxrl_llm.models.lora import LoRAConfig
-from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params, RopeScaling
+from jaxrl_llm.models.weights import WeightType
 from jaxrl_llm.tokenizers import CharTokenizer, Tokenizer
 from jaxrl_llm.types import ConfigError
 
@@ -18,6 +24,12 @@ SIZES = {
     "tiny": ModelConfig(width=96, layers=3, heads=4),
     "small": ModelConfig(width=256, layers=6, heads=8),
 }
+
+_SETTINGS = "policy.json"
+_BASE = "base"
+_TELLING = (_SETTINGS, peft.CONFIG, "config.json")  # files that tell what a folder holds
+_WRITTEN = ("params", _BASE, "model*.safetensors*", "adapter_model.*", "generation_config.json")
+_WRITTEN += ("tokenizer*.json", "chat_template.jinja", "*_tokens*.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +39,8 @@ class Policy:
     model: LanguageModel
     tokenizer: Tokenizer
     params: Params
+    source: str | None = None
+    """Where its weights, without adapters, were loaded from: a hub name or an absolute path."""
 
     @classmethod
     def from_scratch(
@@ -67,51 +81,106 @@ class Policy:
 
     def merged(self) -> "Policy":
         """This policy with its adapters, if any, added to the weights they adapt."""
-        return dataclasses.replace(self, params=lora.merge(self.params))
+        return self.with_params(lora.merge(self.params)) if lora.has_adapters(self.params) else self
+
+    def with_params(self, params: Params) -> "Policy":
+        """This policy with trained parameters; with adapters, the weights they adapt are the same.
+
+        Without adapters all weights were trained, so it is its source no longer.
+        """
+        source = self.source if lora.has_adapters(params) else None
+        return dataclasses.replace(self, params=params, source=source)
 
     @classmethod
-    def from_pretrained(cls, name_or_folder: str | Path) -> "Policy":
-        """A policy that `save` wrote.
+    def from_pretrained(
+        cls,
+        name_or_folder: str | Path,
+        *,
+        dtype: WeightType = "float32",
+        compute_dtype: WeightType | None = None,
+        **overrides: Any,
+    ) -> "Policy":
+        """A policy that `save` wrote, or a model that others trained, with its tokenizer.
+
+        Adapters are float32, whatever the weights are: `from_pretrained(name, dtype="bfloat16")
+        .with_lora()` trains them on frozen weights of half the size, and `compute_dtype="bfloat16"`
+        alone computes fast with float32 weights.
+
+        Args:
+            name_or_folder: a folder that `save` wrote; a folder of transformers or PEFT; a GGUF
+                file; a name of `models.presets.PRESETS` or of the Hugging Face hub.
+            dtype: of the weights.
+            compute_dtype: of the computation; by default what policy.json says, or else `dtype`.
+            overrides: further fields of `ModelConfig`, such as remat and scan_unroll.
 
         Raises:
-            ConfigError: the folder is not there, or holds something else.
+            ConfigError: it is none of these, cannot be fetched, is damaged, or not supported.
         """
-        folder = Path(name_or_folder).absolute()
-        described = folder / "policy.json"
-        if not described.is_file():
+        name = str(name_or_folder)
+        if name in SIZES and not Path(name).is_dir():
             raise ConfigError(
-                f"{name_or_folder}: no policy.json there; expected a folder that Policy.save "
-                "wrote, such as RUN/policy"
+                f"{name} has no pretrained weights: Policy.from_scratch({name!r}) makes fresh ones"
             )
-        settings = json.loads(described.read_text())
-        tokenizer = CharTokenizer(settings["alphabet"], settings["words"])
-        model = LanguageModel(ModelConfig(**settings["model"]), tokenizer.vocab_size)
-        adapters = settings.get("lora")
-
-        def fresh(key):
-            params = model.init(key)
-            if adapters is None:
-                return params
-            config = LoRAConfig(**adapters | {"targets": tuple(adapters["targets"])})
-            return lora.add_adapters(params, config, key)
-
-        target = jax.eval_shape(fresh, jax.random.key(0))
-        with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(folder / "params", target)
-        return cls(model, tokenizer, params)
+        folder = hf.resolve(name_or_folder)
+        if (folder / _SETTINGS).is_file():
+            return _read_checkpoint(folder, dtype, compute_dtype, overrides)
+        is_adapter = (folder / peft.CONFIG).is_file()
+        if not (is_adapter or folder.suffix == ".gguf" or (folder / "config.json").is_file()):
+            raise ConfigError(
+                f"{folder}: no {_SETTINGS}, config.json or {peft.CONFIG} there; expected a folder "
+                "that Policy.save wrote, such as RUN/policy, or one of transformers or PEFT"
+            )
+        base = _base_of(folder) if is_adapter else name_or_folder
+        path = hf.resolve(base)
+        load = load_gguf if path.suffix == ".gguf" else hf.load_pretrained
+        model, params = load(path, dtype=dtype, compute_dtype=compute_dtype, **overrides)
+        if is_adapter:
+            params = peft.load_adapters(folder, params)
+        has_tokenizer = (folder / "tokenizer.json").is_file()
+        tokenizer = _read_tokenizer(folder if has_tokenizer else path, model.vocab_size)
+        return cls(model, tokenizer, params, hf.origin(base))
 
     def save(self, folder: str | Path) -> None:
-        """Write `policy.json` and the parameters; what was there before is replaced.
+        """Write what `from_pretrained` reads, with equal parameters, given the same dtype.
+
+        With a tokenizer of transformers that is a folder of transformers (`models.hf`), or, with
+        adapters, one of PEFT (`models.peft`), which names the `source`; without one it holds the
+        weights that are adapted too, in `base`. With a built-in tokenizer it is `policy.json` and
+        the parameters. What an earlier call wrote there is replaced once all is written; until it
+        is replaced entirely, the folder loads as nothing. Other files are left alone.
 
         Raises:
-            ConfigError: the tokenizer is not one of the built-in ones.
+            ConfigError: the tokenizer or the model is none that can be saved.
         """
-        if not isinstance(self.tokenizer, CharTokenizer):
+        if isinstance(self.tokenizer, HFTokenizer):
+            write = self._write_adapters if lora.has_adapters(self.params) else self._write_model
+        elif isinstance(self.tokenizer, CharTokenizer):
+            write = self._write_checkpoint
+        else:
             raise ConfigError(f"cannot save a policy with a {type(self.tokenizer).__name__}")
-        folder = Path(folder).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(folder).resolve()
+        with _replacing(folder) as staging:
+            write(staging, folder)
+
+    def _write_model(self, staging: Path, folder: Path) -> None:
+        del folder
+        hf.save_pretrained(staging, self.model, self.params, tokenizer=self.tokenizer)
+
+    def _write_adapters(self, staging: Path, folder: Path) -> None:
+        source = self.source
+        if source is None or Path(source).is_relative_to(folder):  # which is being replaced
+            source = str(folder / _BASE)
+            base = dataclasses.replace(self, params=lora.without_adapters(self.params))
+            base._write_model(staging / _BASE, folder)
+        peft.save_adapters(staging, self.params, base=source)
+        assert isinstance(self.tokenizer, HFTokenizer)
+        self.tokenizer.save_pretrained(staging)
+
+    def _write_checkpoint(self, staging: Path, folder: Path) -> None:
+        del folder
+        assert isinstance(self.tokenizer, CharTokenizer)
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / "params", self.params, force=True)
+            checkpointer.save(staging / "params", self.params)
         settings: dict[str, Any] = {
             "model": dataclasses.asdict(self.model.config),
             "alphabet": self.tokenizer.alphabet,
@@ -119,4 +188,65 @@ class Policy:
         }
         adapters = lora.config_of(self.params)
         settings["lora"] = None if adapters is None else dataclasses.asdict(adapters)
-        (folder / "policy.json").write_text(json.dumps(settings, indent=2) + "\n")
+        (staging / _SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _read_checkpoint(
+    folder: Path,
+    dtype: WeightType,
+    compute_dtype: WeightType | None,
+    overrides: dict[str, Any],
+) -> Policy:
+    settings = json.loads((folder / _SETTINGS).read_text())
+    tokenizer = CharTokenizer(settings["alphabet"], settings["words"])
+    described = settings["model"]
+    if described.get("rope_scaling"):
+        described["rope_scaling"] = RopeScaling(**described["rope_scaling"])
+    if compute_dtype:
+        described["dtype"] = compute_dtype
+    model = LanguageModel(ModelConfig(**described | overrides), tokenizer.vocab_size)
+    adapters = settings.get("lora")
+
+    def fresh(key):
+        params = jax.tree.map(lambda x: x.astype(dtype), model.init(key))
+        if adapters is None:
+            return params
+        config = LoRAConfig(**adapters | {"targets": tuple(adapters["targets"])})
+        return lora.add_adapters(params, config, key)
+
+    target = jax.eval_shape(fresh, jax.random.key(0))
+    with ocp.StandardCheckpointer() as checkpointer:
+        params = checkpointer.restore(folder.absolute() / "params", target)
+    return Policy(model, tokenizer, params)
+
+
+def _base_of(folder: Path) -> str | Path:
+    """Of a folder of adapters: what they adapt, which lies in it or is named."""
+    within = folder / _BASE
+    return within if within.is_dir() else peft.base_of(folder)
+
+
+def _read_tokenizer(path: Path, vocab_size: int) -> HFTokenizer:
+    if path.suffix == ".gguf":
+        return HFTokenizer.from_gguf(path, vocab_size=vocab_size)
+    return HFTokenizer.from_pretrained(path, vocab_size=vocab_size)
+
+
+@contextlib.contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A new folder within a folder, whose content then replaces what an earlier save left there.
+
+    What tells a folder's kind is the first to go and the last to come.
+    """
+    staging = folder / ".saving"
+    shutil.rmtree(staging, ignore_errors=True)  # left by a save that was killed
+    staging.mkdir(parents=True)
+    try:
+        yield staging
+        for pattern in (*_TELLING, *_WRITTEN):
+            for old in folder.glob(pattern):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for new in sorted(staging.iterdir(), key=lambda path: path.name in _TELLING):
+            new.rename(folder / new.name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

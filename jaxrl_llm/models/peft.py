@@ -71,7 +71,8 @@ def load_adapters(
     adapted = lora.add_adapters(params, _lora_config(folder, tensors), jax.random.key(0))
     wanted = _slots(adapted)
     weights.check(wanted, tensors, file)
-    return lora.combine(weights.fill(wanted, tensors, "float32", place), adapted)
+    trained = weights.fill(wanted, tensors, "float32", place)
+    return lora.combine(trained, lora.partition(adapted)[1])
 
 
 def save_adapters(folder: Path, params: Params, *, base: str) -> None:

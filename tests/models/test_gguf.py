@@ -1,3 +1,4 @@
+import dataclasses
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from jaxrl_llm.models import hf
 from jaxrl_llm.models.gguf import load_gguf
+from jaxrl_llm.models.transformer import RopeScaling, rotary_frequencies
 from jaxrl_llm.types import ConfigError, Prompts
 
 gguf = pytest.importorskip("gguf")
@@ -185,10 +187,51 @@ def test_arithmetic_that_differs_is_refused_by_key_and_value(fields, llama_tenso
     assert f"llama.{key}={value!r}" in refusal(path)
 
 
-def test_scaled_rotary_frequencies_are_refused(llama_tensors, tmp_path):
-    tensors = llama_tensors | {"rope_freqs.weight": np.ones(3, np.float32)}
-    message = refusal(write(tmp_path / "a.gguf", "llama", LLAMA, tensors))
-    assert "rope_freqs.weight" in message and "scaled rotary" in message
+def divisors(factor, original):
+    """What llama.cpp's conversion writes for the three pairs of a head, one case after another."""
+    found = []
+    for frequency in [LONG["rope.freq_base"] ** (-i / 3) for i in range(3)]:
+        turns = original * frequency / (2 * np.pi)
+        smooth = (turns - 1.0) / (4.0 - 1.0)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        found.append(1.0 if turns > 4 else factor if turns < 1 else between)
+    return np.array(found, np.float32)
+
+
+LONG = LLAMA | {"rope.freq_base": 343e6}
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_divided_rotary_frequencies_are_those_of_a_scaled_configuration(
+    factor, llama_tensors, tmp_path
+):
+    table = divisors(factor, original=8192)
+    assert 1.0 == table[0] < table[1] < table[2] == factor
+    tensors = llama_tensors | {"rope_freqs.weight": table}
+    model, params = load_gguf(write(tmp_path / "a.gguf", "llama", LONG, tensors))
+    assert model.config.rope_scaling == RopeScaling(factor=factor)
+    plain = dataclasses.replace(model.config, rope_scaling=None)
+    np.testing.assert_allclose(
+        rotary_frequencies(model.config), rotary_frequencies(plain) / table, rtol=1e-5
+    )
+    assert "rope_freqs" not in params
+
+
+@pytest.mark.parametrize(
+    "table", [divisors(8.0, 4096), 1 / divisors(8.0, 8192), divisors(8.0, 8192)[:2]]
+)
+def test_other_divisors_of_rotary_frequencies_are_refused(table, llama_tensors, tmp_path):
+    tensors = llama_tensors | {"rope_freqs.weight": table}
+    path = write(tmp_path / "a.gguf", "llama", LONG, tensors)
+    message = refusal(path)
+    assert "rope_freqs.weight" in message and str(path) in message
+
+
+def test_weights_and_computation_can_have_types_of_their_own(llama_tensors, tmp_path):
+    path = write(tmp_path / "a.gguf", "llama", LLAMA, llama_tensors)
+    model, params = load_gguf(path, compute_dtype="bfloat16")
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    assert model.config.dtype == "bfloat16"
 
 
 def test_other_architectures_are_refused(llama_tensors, tmp_path):

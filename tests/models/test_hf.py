@@ -21,7 +21,8 @@ from jaxrl_llm.types import ConfigError, Prompts
 safetensors = pytest.importorskip("safetensors.numpy")
 
 GOLDEN = Path(__file__).parent / "golden"
-FAMILIES = ["llama", "llama_tied", "qwen2", "qwen3"]
+FAMILIES = ["llama", "llama_tied", "llama_scaled", "qwen2", "qwen3"]
+SCALED = json.loads((GOLDEN / "llama_scaled" / "config.json").read_text())["rope_parameters"]
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -99,9 +100,10 @@ def test_bfloat16_weights_are_the_rounded_float32_ones(loaded):
     assert_equal(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), loaded["llama_tied"][1]))
 
 
-def test_options_that_the_configuration_does_not_say_are_passed_on():
-    model, _ = hf.load_pretrained(GOLDEN / "llama_tied", remat=True, scan_unroll=2)
-    assert (model.config.remat, model.config.scan_unroll) == (True, 2)
+def test_options_that_the_configuration_does_not_say_are_passed_on(loaded):
+    model, params = hf.load_pretrained(GOLDEN / "llama_tied", remat=True, compute_dtype="bfloat16")
+    assert (model.config.remat, model.config.dtype) == (True, "bfloat16")
+    assert_equal(params, loaded["llama_tied"][1])
 
 
 def test_shards_hold_the_same_model_as_one_file(folder, loaded):
@@ -241,7 +243,8 @@ def test_exported_tensors_have_the_names_and_values_that_transformers_gives_them
 def test_transformers_reads_the_exported_configuration_as_its_own(name, loaded, tmp_path):
     from transformers import AutoConfig
 
-    hf.save_pretrained(tmp_path, *loaded[name], max_position_embeddings=64)
+    longest = 512 if name == "llama_scaled" else 64
+    hf.save_pretrained(tmp_path, *loaded[name], max_position_embeddings=longest)
     ours, theirs = (AutoConfig.from_pretrained(f).to_dict() for f in (tmp_path, GOLDEN / name))
     assert ours.pop("head_dim") == theirs.pop("head_dim", 24 // 4)  # which Qwen2 may leave out
     passing = {"initializer_range", "_name_or_path", "eos_token_id", "dtype", "rope_theta"}
@@ -252,9 +255,10 @@ def test_transformers_reads_the_exported_configuration_as_its_own(name, loaded, 
     assert ours == theirs
 
 
-def test_older_readers_find_the_rotary_base_too(loaded, tmp_path):
-    hf.save_pretrained(tmp_path, *loaded["llama_tied"])
-    assert json.loads((tmp_path / "config.json").read_text())["rope_theta"] == 500.0
+def test_older_readers_find_what_is_rotary_too(loaded, tmp_path):
+    hf.save_pretrained(tmp_path, *loaded["llama_scaled"])
+    said = json.loads((tmp_path / "config.json").read_text())
+    assert said["rope_scaling"] | {"rope_theta": said["rope_theta"]} == SCALED
 
 
 def test_bfloat16_weights_are_exported_as_such(tmp_path):
@@ -324,6 +328,7 @@ def test_the_tokenizer_and_its_end_tokens_are_exported(loaded, tmp_path):
         {"mlp_bias": True},
         {"quantization_config": {"quant_method": "fp8"}},
         {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}},
+        {"rope_parameters": SCALED | {"high_freq_factor": 0.0}},
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {"final_logit_softcapping": 30.0},
         {"num_local_experts": 8},
@@ -336,13 +341,6 @@ def test_arithmetic_that_differs_is_refused_by_field_and_value(fields, folder):
     field, value = list(fields.items())[-1]
     assert field.replace("rope_scaling", "rope_parameters") in message
     assert (value["factor"] if "rope" in field else value).__repr__() in message
-
-
-def test_llama_3_scaling_of_rotary_positions_is_refused(folder):
-    bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32} | bands
-    configure(folder, rope_parameters=scaling | {"rope_theta": 5e5})
-    assert "llama3" in refusal(hf.load_pretrained, folder)
 
 
 def test_sliding_windows_are_refused_where_they_are_used_only(tmp_path, loaded):

@@ -1,9 +1,18 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, rotate, rotation
+from jaxrl_llm.models.transformer import (
+    LanguageModel,
+    ModelConfig,
+    RopeScaling,
+    rotary_frequencies,
+    rotate,
+    rotation,
+)
 from jaxrl_llm.training import score
 from jaxrl_llm.types import Completions, ConfigError, Prompts
 
@@ -118,6 +127,29 @@ def test_rotary_scores_depend_on_relative_position_only():
     assert abs(score_at(3, 1) - score_at(5, 1)) > 1e-3
 
 
+@pytest.mark.parametrize(
+    "scaling", [RopeScaling(), RopeScaling(factor=32.0), RopeScaling(factor=3.0, low_freq_factor=2)]
+)
+def test_slow_rotations_are_scaled_as_llama_3_1_has_it(scaling):
+    """The three cases one by one, by their wavelengths."""
+    config = ModelConfig(width=64, heads=1, rope_theta=5e5)
+    expected, kinds = [], set()
+    for frequency in [5e5 ** (-i / 32) for i in range(32)]:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < 8192 / 4:
+            expected.append(frequency)
+        elif wavelength > 8192 / scaling.low_freq_factor:
+            expected.append(frequency / scaling.factor)
+        else:
+            low = scaling.low_freq_factor
+            smooth = (8192 / wavelength - low) / (4 - low)
+            expected.append((1 - smooth) * frequency / scaling.factor + smooth * frequency)
+        kinds.add(round(frequency / expected[-1], 3))
+    assert {1.0, scaling.factor} < kinds
+    scaled = rotary_frequencies(ModelConfig(**vars(config) | {"rope_scaling": scaling}))
+    np.testing.assert_allclose(scaled, expected, rtol=1e-5)
+
+
 def test_tied_models_have_no_output_matrix():
     tied, untied = (
         LanguageModel(ModelConfig(width=16, layers=1, heads=2, tie_embeddings=t), 7)
@@ -138,6 +170,15 @@ def test_tied_models_have_no_output_matrix():
 def test_shapes_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"factor": 0.0}, {"high_freq_factor": 1.0}, {"low_freq_factor": -1.0}]
+)
+def test_scalings_that_cannot_work_are_refused(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=f"{name}={value}"):
+        RopeScaling(**settings)
 
 
 def test_the_tangent_is_the_explicit_jacobian_times_the_direction(
