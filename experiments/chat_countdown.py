@@ -6,15 +6,22 @@ start shows worked solutions that try an equation or two in vain.
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import jax
 
 from experiments.common import AdapterConfig, Setting
 from jaxrl_llm import countdown_data
+from jaxrl_llm.countdown_data import Problems
 from jaxrl_llm.envs.countdown import HELD_OUT
 from jaxrl_llm.envs.countdown_chat import QUESTION, SYSTEM, CountdownChat, EnvParams
 from jaxrl_llm.envs.countdown_traces import trace_examples
 from jaxrl_llm.evaluation import EvalConfig
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.hf_tokenizers import HFTokenizer
+from jaxrl_llm.models import gguf, hf
+from jaxrl_llm.models.presets import PRESETS, packaged_gguf
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
 from jaxrl_llm.optimizer import OptimizerConfig
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.sampling import SamplingConfig
@@ -48,6 +55,9 @@ class ChatConfig:
     max_failures: int = 2
     """Equations that a worked solution tries in vain, at most."""
 
+
+FREE = ("dtype", "remat", "scan_unroll")  # what a pretrained model's shape leaves open
+GUESSED_PROMPT = 160  # tokens; the long question has 125 for SmolLM2's tokenizer
 
 # A short prompt: on a CPU every token counts.
 _SHORT = "Make {target} from {numbers}. Think in <think></think>, then <answer>equation</answer>."
@@ -133,17 +143,8 @@ def setting(config: "CountdownConfig") -> Setting:
         remat=config.network.remat,
         scan_unroll=config.network.scan_unroll,
     )
-    chat = config.chat
     training, held_out = problems(config)
-    env = CountdownChat(
-        policy.tokenizer,
-        training,
-        held_out,
-        system=chat.system,
-        question=chat.question,
-        prefill=chat.prefill,
-        max_completion=config.sampling.max_tokens,
-    )
+    env = make_env(config, policy.tokenizer, training, held_out)
     rewards = {k: v for k, v in vars(config.task).items() if k != "preset"}
     params = dataclasses.replace(env.default_params, **rewards)
     assert isinstance(params, EnvParams)
@@ -151,17 +152,62 @@ def setting(config: "CountdownConfig") -> Setting:
     return Setting(env, params, evaluated, policy.model, lambda key: policy)
 
 
+def make_env(
+    config: "CountdownConfig", tokenizer: Any, training: Problems, held_out: Problems | None = None
+) -> CountdownChat:
+    """The environment, asked as the config says."""
+    chat = config.chat
+    return CountdownChat(
+        tokenizer,
+        training,
+        held_out,
+        system=chat.system,
+        question=chat.question,
+        prefill=chat.prefill,
+        max_completion=config.sampling.max_tokens,
+    )
+
+
+def outline(config: "CountdownConfig") -> tuple[LanguageModel, Params, int]:
+    """The model, shapes of its parameters and the longest prompt, without loading weights.
+
+    Presets' shapes are known, and of their files only the tokenizer's are fetched; where that
+    fails, the length is a guess.
+    """
+    check_network(config.network)
+    numerics = {name: getattr(config.network, name) for name in FREE}
+    preset = PRESETS.get(config.model)
+    if preset is not None and preset.shape is not None:
+        model = LanguageModel(dataclasses.replace(preset.shape, **numerics), preset.vocab_size)
+        source = (preset.package and packaged_gguf(preset.package)) or Path(str(preset.hub))
+    else:
+        source = hf.resolve(config.model)
+        describe = gguf.describe if source.suffix == ".gguf" else hf.describe
+        model = describe(source, **numerics)
+    is_gguf = source.suffix == ".gguf"
+    read = HFTokenizer.from_gguf if is_gguf else HFTokenizer.from_pretrained
+    try:
+        length = make_env(config, read(source), problems(config)[0]).prompt_length
+    except ConfigError as error:
+        if preset is None:
+            raise
+        length = GUESSED_PROMPT
+        print(f"prompts of {length} tokens are assumed ({error})")
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    as_kept = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.weights), shapes)
+    return model, as_kept, length
+
+
 def check_network(network: ModelConfig) -> None:
     """Raises ConfigError if more is set than what a pretrained model leaves open."""
-    free = {name: getattr(network, name) for name in ("dtype", "remat", "scan_unroll")}
-    if network != ModelConfig(**free):
+    if network != ModelConfig(**{name: getattr(network, name) for name in FREE}):
         raise ConfigError(
             "network: a pretrained model has its own shape; expected no more than network.dtype, "
             "network.remat and network.scan-unroll"
         )
 
 
-def problems(config: "CountdownConfig") -> tuple[countdown_data.Problems, countdown_data.Problems]:
+def problems(config: "CountdownConfig") -> tuple[Problems, Problems]:
     """Training problems and held-out ones."""
     chat = config.chat
     if chat.data is None:

@@ -15,9 +15,10 @@ from jaxtyping import Array, Key
 from jaxrl_llm.evaluation import EvalConfig
 from jaxrl_llm.logging import RunFolder
 from jaxrl_llm.losses.config import AlgorithmConfig
+from jaxrl_llm.memory import Estimate, Mesh, estimate
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.lora import LoRAConfig
-from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.rl_trainer import RLTrainer
@@ -68,11 +69,11 @@ class AdapterConfig:
     targets: tuple[str, ...] = lora.PROJECTIONS
     """Names of the projections that get one."""
 
-    def add_to(self, policy: Policy, seed: int) -> Policy:
-        """The policy with fresh adapters, or as it is."""
+    def add_to(self, params: Params, seed: int) -> Params:
+        """The parameters with fresh adapters, or as they are."""
         if not self.rank:
-            return policy
-        return policy.with_lora(LoRAConfig(**vars(self)), seed=seed)
+            return params
+        return lora.add_adapters(params, LoRAConfig(**vars(self)), jax.random.key(seed))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +103,19 @@ class ExperimentConfig:
     """Measurement on held-out problems."""
     run: RunConfig = RunConfig()
     """Where the run writes."""
+    estimate: bool = False
+    """Print the memory that training will take, by what takes it, and stop: nothing is loaded,
+    compiled or allocated."""
+    parallel: Mesh = Mesh()
+    """Devices that the estimate spreads the work over."""
     smoke: bool = False
     """Tiny sizes, to see in seconds that everything works; the run is called smoke."""
+
+    def outline(self) -> tuple[LanguageModel, Params, int]:
+        """The model, shapes of its parameters, and the longest prompt, in tokens."""
+        setting = self.setting()
+        shapes = jax.eval_shape(setting.model.init, jax.random.key(0))
+        return setting.model, shapes, setting.env.prompt_length
 
     def setting(self) -> Setting:
         """Environment and model; raises ConfigError for what cannot work."""
@@ -165,7 +177,7 @@ def train_warm_start(config: ExperimentConfig, setting: Setting) -> WarmStart:
     policy = setting.start(init_key)
     if not config.sft.steps:
         return WarmStart(policy, None)
-    policy = config.lora.add_to(policy, config.sft_seed)
+    policy = dataclasses.replace(policy, params=config.lora.add_to(policy.params, config.sft_seed))
     settings = config.warm_start
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
@@ -215,14 +227,41 @@ def make_trainer(
     )
 
 
+def estimate_memory(config: ExperimentConfig) -> Estimate:
+    """Of reinforcement learning with this config.
+
+    Raises:
+        ConfigError: the devices do not divide the work.
+    """
+    model, shapes, prompt_length = config.outline()
+    return estimate(
+        model,
+        jax.eval_shape(lambda params: config.lora.add_to(params, 0), shapes),
+        algorithm=config.algorithm,
+        train=config.train,
+        sampling=config.sampling,
+        optimizer=config.optimizer,
+        prompt_length=prompt_length,
+        mesh=config.parallel,
+    )
+
+
 def settings_of(config: ExperimentConfig, setting: Setting) -> dict[str, Any]:
     """What config.json holds: the config, and a digest of the data where there are some."""
+    described = dataclasses.asdict(config)
+    for name in ("estimate", "parallel"):
+        del described[name]
     digest = getattr(setting.env_params, "data", None)
-    return dataclasses.asdict(config) | ({} if digest is None else {"data": digest})
+    return described | ({} if digest is None else {"data": digest})
 
 
 def run_experiment(experiment: str, config: ExperimentConfig) -> bool:
     """Warm start, then reinforcement learning; False when interrupted."""
+    if config.estimate:
+        print(estimate_memory(config))
+        return True
+    if config.parallel != Mesh():
+        raise ConfigError("parallel.* is for --estimate: training runs on one device")
     started = time.perf_counter()
     setting = config.setting()
     path = config.run.root / experiment / config.run.name
@@ -236,7 +275,8 @@ def run_experiment(experiment: str, config: ExperimentConfig) -> bool:
     n_parameters = count_parameters(warm.policy.params)
     made = f"warm start {warm.path} ({config.sft.steps} steps)" if warm.path else "no warm start"
     print(f"{n_parameters:,} parameters, {made}")
-    policy = config.lora.add_to(warm.policy, config.run.seed)
+    params = config.lora.add_to(warm.policy.params, config.run.seed)
+    policy = dataclasses.replace(warm.policy, params=params)
     is_complete = make_trainer(config, setting, policy, path).run().is_complete
     print(f"with the warm start {time.perf_counter() - started:.0f} s")
     return is_complete

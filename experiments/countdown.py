@@ -16,6 +16,7 @@ from jaxrl_llm.envs.countdown import (
     countdown_params,
     sft_examples,
 )
+from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.optimizer import OptimizerConfig
 from jaxrl_llm.sampling import SamplingConfig
 from jaxrl_llm.sft import Examples, SFTConfig
@@ -108,6 +109,9 @@ class CountdownConfig(ExperimentConfig):
             return described | {"max_tokens": self._warm_tokens}
         asked = {"chat": dataclasses.asdict(self.chat), "max_tokens": self.sampling.max_tokens}
         return described | asked | {"model": self.model, "weights": self.weights}
+
+    def outline(self) -> tuple[LanguageModel, Params, int]:
+        return super().outline() if self.model == "tiny" else chat_countdown.outline(self)
 
     def setting(self) -> Setting:
         if self.model != "tiny":

@@ -73,28 +73,44 @@ def load_gguf(
         ConfigError: no such file, a damaged one, a model that is not supported, tensors that do not
             fit it.
     """
+    model, architecture, tensors = _described(path, dtype=compute_dtype or dtype, **overrides)
+    wanted = weights.slots(model, NAMES)
+    weights.check(wanted, tensors, path)
+    if architecture == "llama":
+        heads = {"attn_q": model.config.heads, "attn_k": model.config.n_kv_heads}
+        for name, tensor in tensors.items():
+            count = heads.get(name.split(".")[-2])
+            if count is not None:
+                tensors[name] = tensor._replace(read=_Unpermuted(tensor.read, count))
+    return model, weights.fill(wanted, tensors, dtype, place)
+
+
+def describe(path: str | Path, **overrides: Any) -> LanguageModel:
+    """The model of a file, by its metadata alone.
+
+    Args:
+        path: of the file.
+        overrides: fields of `ModelConfig`, such as dtype, that of the computation.
+
+    Raises:
+        ConfigError: no such file, a damaged one, or a model that is not supported.
+    """
+    return _described(path, **overrides)[0]
+
+
+def _described(path: str | Path, **overrides: Any) -> tuple[LanguageModel, str, dict[str, Tensor]]:
+    """The model, its architecture, and its tensors, not read yet."""
     reader = _open(path)
     fields = _Fields(path, reader.fields)
     tensors = {
         tensor.name: Tensor(str(path), tuple(int(n) for n in tensor.shape[::-1]), _Read(tensor))
         for tensor in reader.tensors
     }
-    config = model_config(
-        fields, tied="output.weight" not in tensors, dtype=compute_dtype or dtype, **overrides
-    )
+    config = model_config(fields, tied="output.weight" not in tensors, **overrides)
     if "rope_freqs.weight" in tensors:
         scaling = _rope_scaling(config, tensors.pop("rope_freqs.weight"))
         config = dataclasses.replace(config, rope_scaling=scaling)
-    model = LanguageModel(config, _vocab_size(fields, tensors))
-    wanted = weights.slots(model, NAMES)
-    weights.check(wanted, tensors, path)
-    if fields.architecture == "llama":
-        heads = {"attn_q": config.heads, "attn_k": config.n_kv_heads}
-        for name, tensor in tensors.items():
-            count = heads.get(name.split(".")[-2])
-            if count is not None:
-                tensors[name] = tensor._replace(read=_Unpermuted(tensor.read, count))
-    return model, weights.fill(wanted, tensors, dtype, place)
+    return LanguageModel(config, _vocab_size(fields, tensors)), fields.architecture, tensors
 
 
 def model_config(fields: "_Fields", *, tied: bool, **overrides: Any) -> ModelConfig:

@@ -110,6 +110,20 @@ def model_config(hf_config: Any, **overrides: Any) -> ModelConfig:
     )
 
 
+def describe(folder: str | Path, **overrides: Any) -> LanguageModel:
+    """The model of a folder, by its config.json alone.
+
+    Args:
+        folder: see `resolve` for names.
+        overrides: fields of `ModelConfig`, such as dtype, that of the computation.
+
+    Raises:
+        ConfigError: no config.json, a damaged one, or a model that is not supported.
+    """
+    hf_config = _read_config(Path(folder))
+    return LanguageModel(model_config(hf_config, **overrides), hf_config.vocab_size)
+
+
 def load_pretrained(
     folder: str | Path,
     *,
@@ -136,11 +150,9 @@ def load_pretrained(
             fit it.
     """
     folder = Path(folder)
-    hf_config = _read_config(folder)
-    config = model_config(hf_config, dtype=compute_dtype or dtype, **overrides)
-    model = LanguageModel(config, hf_config.vocab_size)
+    model = describe(folder, dtype=compute_dtype or dtype, **overrides)
     tensors = read_headers(folder)
-    if config.tie_embeddings:
+    if model.config.tie_embeddings:
         _drop_tied_head(tensors)
     wanted = weights.slots(model, NAMES)
     weights.check(wanted, tensors, folder)
