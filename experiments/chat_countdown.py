@@ -114,8 +114,12 @@ def small(config: "CountdownConfig") -> Any:
     return dataclasses.replace(
         config,
         chat=dataclasses.replace(config.chat, problems=64, held_out=16),
-        sft=dataclasses.replace(config.sft, steps=2, batch=2, microbatches=1, examples=8),
-        sampling=dataclasses.replace(config.sampling, max_tokens=64),
+        sft=dataclasses.replace(
+            config.sft, steps=min(2, config.sft.steps), batch=2, microbatches=1, examples=8
+        ),
+        sampling=dataclasses.replace(
+            config.sampling, max_tokens=min(64, config.sampling.max_tokens)
+        ),
         train=dataclasses.replace(
             config.train,
             iterations=2,
