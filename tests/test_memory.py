@@ -105,7 +105,7 @@ def in_bfloat16(config):
 
 FAST = {
     "all weights": Case(),
-    "adapters, remat": Case(config=with_remat(SMALL), rank=8),
+    "adapters, remat, many logits": Case(config=with_remat(SMALL), rank=8, vocab=4000),
     "many tokens, few logits": Case(config=with_remat(SMALL), vocab=64, tokens=129),
 }
 
