@@ -56,7 +56,6 @@ class ChatConfig:
     """Equations that a worked solution tries in vain, at most."""
 
 
-FREE = ("dtype", "remat", "scan_unroll")  # what a pretrained model's shape leaves open
 GUESSED_PROMPT = 160  # tokens; the long question has 125 for SmolLM2's tokenizer
 
 # A short prompt: on a CPU every token counts.
@@ -139,21 +138,39 @@ def setting(config: "CountdownConfig") -> Setting:
     Raises:
         ConfigError: no such model or data, or options of a fresh model's shape.
     """
-    check_network(config.network)
-    policy = Policy.from_pretrained(
-        config.model,
-        dtype=config.weights,
-        compute_dtype=config.network.dtype,
-        remat=config.network.remat,
-        scan_unroll=config.network.scan_unroll,
-    )
+    numerics = numerics_of(config.network)
+    path = hf.resolve(config.model)
+    model = describe(path, numerics)
+    tokenizer = read_tokenizer(path, model.vocab_size)
     training, held_out = problems(config)
-    env = make_env(config, policy.tokenizer, training, held_out)
+    env = make_env(config, tokenizer, training, held_out)
     rewards = {k: v for k, v in vars(config.task).items() if k != "preset"}
     params = dataclasses.replace(env.default_params, **rewards)
     assert isinstance(params, EnvParams)
     evaluated = dataclasses.replace(params, split=HELD_OUT)
-    return Setting(env, params, evaluated, policy.model, lambda key: policy)
+
+    others = {name: value for name, value in numerics.items() if name != "dtype"}
+
+    def start(key: Any) -> Policy:
+        del key
+        return Policy.from_pretrained(
+            config.model, dtype=config.weights, compute_dtype=config.network.dtype, **others
+        )
+
+    return Setting(env, params, evaluated, model, start)
+
+
+def describe(path: Path, numerics: dict[str, Any]) -> LanguageModel:
+    """The model of a folder or a GGUF file, without its weights."""
+    is_gguf = path.suffix == ".gguf"
+    return (gguf.describe if is_gguf else hf.describe)(path, **numerics)
+
+
+def read_tokenizer(path: Path, vocab_size: int) -> HFTokenizer:
+    """The tokenizer of a folder, a GGUF file or a name of the hub."""
+    is_gguf = path.suffix == ".gguf"
+    read = HFTokenizer.from_gguf if is_gguf else HFTokenizer.from_pretrained
+    return read(path, vocab_size=vocab_size)
 
 
 def make_env(
@@ -178,20 +195,17 @@ def outline(config: "CountdownConfig") -> tuple[LanguageModel, Params, int]:
     Presets' shapes are known, and of their files only the tokenizer's are fetched; where that
     fails, the length is a guess.
     """
-    check_network(config.network)
-    numerics = {name: getattr(config.network, name) for name in FREE}
+    numerics = numerics_of(config.network)
     preset = PRESETS.get(config.model)
     if preset is not None and preset.shape is not None:
         model = LanguageModel(dataclasses.replace(preset.shape, **numerics), preset.vocab_size)
-        source = (preset.package and packaged_gguf(preset.package)) or Path(str(preset.hub))
+        path = (preset.package and packaged_gguf(preset.package)) or Path(str(preset.hub))
     else:
-        source = hf.resolve(config.model)
-        describe = gguf.describe if source.suffix == ".gguf" else hf.describe
-        model = describe(source, **numerics)
-    is_gguf = source.suffix == ".gguf"
-    read = HFTokenizer.from_gguf if is_gguf else HFTokenizer.from_pretrained
+        path = hf.resolve(config.model)
+        model = describe(path, numerics)
     try:
-        length = make_env(config, read(source), problems(config)[0]).prompt_length
+        tokenizer = read_tokenizer(path, model.vocab_size)
+        length = make_env(config, tokenizer, problems(config)[0]).prompt_length
     except ConfigError as error:
         if preset is None:
             raise
@@ -202,13 +216,19 @@ def outline(config: "CountdownConfig") -> tuple[LanguageModel, Params, int]:
     return model, as_kept, length
 
 
-def check_network(network: ModelConfig) -> None:
-    """Raises ConfigError if more is set than what a pretrained model leaves open."""
-    if network != ModelConfig(**{name: getattr(network, name) for name in FREE}):
+def numerics_of(network: ModelConfig) -> dict[str, Any]:
+    """What a pretrained model's shape leaves open.
+
+    Raises:
+        ConfigError: more than that is set.
+    """
+    chosen = {name: getattr(network, name) for name in ("dtype", "remat", "scan_unroll")}
+    if network != ModelConfig(**chosen):
         raise ConfigError(
             "network: a pretrained model has its own shape; expected no more than network.dtype, "
             "network.remat and network.scan-unroll"
         )
+    return chosen
 
 
 def problems(config: "CountdownConfig") -> tuple[Problems, Problems]:
