@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax
@@ -5,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.envs.dialogue import dialogue_tokenizer
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.lora import LoRAConfig
-from jaxrl_llm.models.transformer import ModelConfig
+from jaxrl_llm.models.transformer import ModelConfig, RopeScaling
 from jaxrl_llm.policy import SIZES, Policy
 from jaxrl_llm.tokenizers import CharTokenizer
 from jaxrl_llm.types import ConfigError
@@ -35,6 +37,23 @@ def test_a_saved_policy_comes_back_to_the_last_bit(policy, tmp_path):
         assert back.tokenizer.encode(text) == TOKENIZER.encode(text)
     assert back.tokenizer.eos_ids == TOKENIZER.eos_ids
     np.testing.assert_array_equal(back.tokenizer.token_bytes.table, TOKENIZER.token_bytes.table)
+
+
+def test_scaled_rotary_positions_come_back(tmp_path):
+    config = ModelConfig(width=8, layers=1, heads=2, rope_scaling=RopeScaling(factor=2.0))
+    Policy.from_scratch(config, tokenizer=TOKENIZER).save(tmp_path)
+    assert Policy.from_pretrained(tmp_path).model.config == config
+
+
+def test_weights_and_computation_get_the_types_that_are_asked_for(policy, tmp_path):
+    adapted = policy.with_lora(LoRAConfig(rank=2))
+    adapted.save(tmp_path)
+    back = Policy.from_pretrained(tmp_path, dtype="bfloat16", compute_dtype="bfloat16")
+    assert back.model.config == dataclasses.replace(CONFIG, dtype="bfloat16")
+    adapters, frozen = lora.partition(back.params)
+    assert is_equal(adapters, lora.partition(adapted.params)[0])
+    coarse = jax.tree.map(lambda x: x.astype("bfloat16"), policy.params)
+    assert is_equal(lora.without_adapters(frozen), coarse)
 
 
 def test_saving_again_replaces_what_was_there(policy, tmp_path):
@@ -72,8 +91,8 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     for action, message in (
         (lambda: Policy.from_scratch("huge"), "no model size 'huge': expected one of tiny, small"),
-        (lambda: Policy.from_pretrained(tmp_path / "empty"), "no policy.json there; expected"),
-        (lambda: Policy.from_pretrained("org/model"), "org/model: no policy.json there"),
+        (lambda: Policy.from_pretrained(tmp_path / "empty"), "no policy.json, .*there; expected"),
+        (lambda: Policy.from_pretrained(tmp_path / "no"), "no such folder; expected"),
         (lambda: foreign.save(tmp_path / "x"), "cannot save a policy with a Foreign"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:

@@ -29,6 +29,19 @@ def test_a_package_that_carries_a_preset_is_found_and_not_imported(tmp_path, mon
     assert hf.resolve("smollm2-135m") == package / "weights.gguf"
 
 
+def test_an_origin_means_the_same_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert hf.origin("model") == str(tmp_path / "model")
+    assert hf.origin("some/model.gguf") == str(tmp_path / "some" / "model.gguf")
+    assert hf.origin("someone/something") == "someone/something"
+    assert hf.origin("qwen3-0.6b") == "Qwen/Qwen3-0.6B"
+    monkeypatch.setattr("jaxrl_llm.models.hf.packaged_gguf", lambda package: None)
+    assert hf.origin("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    monkeypatch.setattr("jaxrl_llm.models.hf.packaged_gguf", lambda package: tmp_path / "a.gguf")
+    assert hf.origin("smollm2-135m") == str(tmp_path / "a.gguf")
+
+
 @pytest.fixture
 def hub(monkeypatch):
     """What is asked of the hub, which then cannot be reached."""
