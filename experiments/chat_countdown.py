@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from experiments.common import AdapterConfig, Setting
 from jaxrl_llm import countdown_data
@@ -241,7 +242,8 @@ def problems(config: "CountdownConfig") -> tuple[Problems, Problems]:
     else:
         drawn = countdown_data.read_problems(chat.data)
     training, held_out = countdown_data.split(drawn, chat.held_out, seed=0)
-    return training.take(slice(chat.problems)), held_out
+    first = np.arange(min(chat.problems, len(training)))
+    return training.take(first), held_out
 
 
 def examples(config: "CountdownConfig", setting: Setting) -> Examples:
