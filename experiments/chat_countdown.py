@@ -78,7 +78,7 @@ _ON_CPU: dict[str, Any] = {
     "train": TrainConfig(
         iterations=30, prompts=8, group_size=8, microbatches=8, iterations_per_call=1
     ),
-    "optimizer": OptimizerConfig(learning_rate=3e-4, warmup=3),
+    "optimizer": OptimizerConfig(learning_rate=2e-4, warmup=3, schedule="linear"),
     "eval": EvalConfig(problems=128, samples=2, every=15),
 }
 

@@ -85,8 +85,12 @@ class CountdownConfig(ExperimentConfig):
         if model == "tiny":
             return cls()
         algorithm = dataclasses.replace(cls().algorithm, kl_coef=0.0, entropy_coef=0.0)
+        # The warm start teaches the form. A reward for it would be found first, by any answer at
+        # once, and in groups without a right answer it is all there is to gain.
+        task = TaskConfig(reward_wrong=0.0)
         run = RunConfig(name=Path(model).name)
-        return cls(model=model, algorithm=algorithm, run=run, **chat_countdown.settings(model))
+        settings = chat_countdown.settings(model)
+        return cls(model=model, algorithm=algorithm, task=task, run=run, **settings)
 
     def __post_init__(self):
         if self.model == "tiny" and self.chat != ChatConfig():
