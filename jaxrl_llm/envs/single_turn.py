@@ -75,7 +75,7 @@ class PromptTable:
             b"".join(np.array([len(p), *p], "<i4").tobytes() for p in prompts)
         ).hexdigest()[:16]
 
-    def write(self, index: Int[Array, ""]) -> Prompts:
+    def write(self, index: Int[Array | np.ndarray, ""]) -> Prompts:
         """Prompt number `index`, left-padded to the longest."""
         ids = self._ids[index].astype(jnp.int32)
         middle = Tokens(ids, jnp.arange(ids.size) < self._lengths[index])
