@@ -15,11 +15,12 @@ from jaxtyping import Array, Key
 from jaxrl_llm.evaluation import EvalConfig
 from jaxrl_llm.logging import RunFolder
 from jaxrl_llm.losses.config import AlgorithmConfig
-from jaxrl_llm.memory import Estimate, Mesh, estimate
+from jaxrl_llm.memory import Estimate, estimate
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.lora import LoRAConfig
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
+from jaxrl_llm.parallel import ParallelConfig, make_layout
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.rl_trainer import RLTrainer
 from jaxrl_llm.sampling import SamplingConfig
@@ -106,8 +107,8 @@ class ExperimentConfig:
     estimate: bool = False
     """Print the memory that training will take, by what takes it, and stop: nothing is loaded,
     compiled or allocated."""
-    parallel: Mesh = Mesh()
-    """Devices that the estimate spreads the work over."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Devices that the work is spread over."""
     smoke: bool = False
     """Tiny sizes, to see in seconds that everything works; the run is called smoke."""
 
@@ -181,12 +182,21 @@ def train_warm_start(config: ExperimentConfig, setting: Setting) -> WarmStart:
     settings = config.warm_start
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
+    layout = make_layout(config.parallel)
+    rows = config.sft.batch // config.sft.microbatches
+    layout.config.check_rows(rows, "examples of a microbatch of the warm start")
     path = config.run.root / f"sft_{setting.env.name.lower()}" / name
     with RunFolder.open(path, settings) as folder:
         result = train(
             folder,
-            init_state(policy.params, optimizer, state_key),
-            lambda: make_sft_step(setting.model, config.examples(setting), optimizer, config.sft),
+            init_state(layout.shard(policy.params), optimizer, state_key),
+            lambda: make_sft_step(
+                setting.model,
+                config.examples(setting),
+                optimizer,
+                config.sft,
+                axis_name=layout.axis_name,
+            ),
             run=dataclasses.replace(
                 config.run, checkpoint_every=min(100, 10 * config.sft.steps_per_call)
             ),
@@ -194,6 +204,7 @@ def train_warm_start(config: ExperimentConfig, setting: Setting) -> WarmStart:
             per_call=config.sft.steps_per_call,
             tokens_metric="sft/tokens",
             shown=("loss",),
+            layout=layout,
         )
         if not result.is_complete:
             print(f"interrupted: the warm start is saved in {path}; type the same again")
@@ -214,6 +225,7 @@ def make_trainer(
         env=setting.env,
         policy=policy,
         optimizer=config.algorithm,
+        parallel=config.parallel,
         log_dir=path,
         env_params=setting.env_params,
         eval_params=setting.eval_params,
@@ -242,7 +254,7 @@ def estimate_memory(config: ExperimentConfig) -> Estimate:
         sampling=config.sampling,
         optimizer=config.optimizer,
         prompt_length=prompt_length,
-        mesh=config.parallel,
+        mesh=config.parallel.planned(),
     )
 
 
@@ -260,8 +272,6 @@ def run_experiment(experiment: str, config: ExperimentConfig) -> bool:
     if config.estimate:
         print(estimate_memory(config))
         return True
-    if config.parallel != Mesh():
-        raise ConfigError("parallel.* is for --estimate: training runs on one device")
     started = time.perf_counter()
     setting = config.setting()
     path = config.run.root / experiment / config.run.name

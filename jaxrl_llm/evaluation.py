@@ -102,14 +102,15 @@ class Evaluation(NamedTuple):
 
 
 def make_evaluate(
-    greedy: RolloutFn, sampled: RolloutFn, config: EvalConfig
+    greedy: RolloutFn, sampled: RolloutFn, config: EvalConfig, *, compile: Callable = jax.jit
 ) -> Callable[[object], tuple[Evaluation, Rollout]]:
     """Compile once, measure often: `params -> (Evaluation, the sampled rollout)`.
 
-    Both rollouts draw the same problems: they get the same key.
+    Both rollouts draw the same problems: they get the same key. `compile` is `Layout.evaluate`
+    where they are made for several devices.
     """
     key = jax.random.key(config.seed)
-    greedy, sampled = jax.jit(greedy), jax.jit(sampled)
+    greedy, sampled = compile(greedy), compile(sampled)
 
     def evaluate(params) -> tuple[Evaluation, Rollout]:
         best = jax.device_get(greedy(params, key).info["is_correct"])

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.parallel import row_shards
+
 KLEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -46,7 +48,7 @@ def token_logprobs(
         head: the output projection W; its dtype is the matmul's, the result is float32.
         tokens: the tokens to score.
         temperature: τ, the sampler's, so that both are the same policy.
-        max_logits: how many logits may exist at once (4 bytes each).
+        max_logits: how many logits may exist at once (4 bytes each), on each device of a mesh.
 
     Returns:
         Log-probabilities and entropies in nats, shaped like `tokens`.
@@ -57,18 +59,25 @@ def token_logprobs(
         logits = jnp.matmul(chunk_hidden, head, preferred_element_type=jnp.float32) / temperature
         return logprob_and_entropy(logits, chunk_tokens)
 
-    count = tokens.size
+    # A chunk has some of every device's positions.
+    shards = row_shards(len(tokens))
+    count = tokens.size // shards
     size = min(count, max(1, max_logits // head.shape[1]))
     n_chunks = -(-count // size)
     pad = n_chunks * size - count
-    flat_hidden = jnp.pad(hidden.reshape(count, -1), ((0, pad), (0, 0)))
-    flat_tokens = jnp.pad(tokens.reshape(count), (0, pad))
-    chunks = flat_hidden.reshape(n_chunks, size, -1), flat_tokens.reshape(n_chunks, size)
+
+    def cut(x):
+        flat = jnp.pad(x, ((0, 0), (0, pad), *((0, 0),) * (x.ndim - 2)))
+        return flat.reshape(shards, n_chunks, size, *x.shape[2:]).swapaxes(0, 1)
+
+    chunks = cut(hidden.reshape(shards, count, -1)), cut(tokens.reshape(shards, count))
     if n_chunks == 1:
         scored = jax.tree.map(lambda x: x[None], score((chunks[0][0], chunks[1][0])))
     else:
         scored = jax.lax.map(jax.checkpoint(score), chunks)
-    logp, entropy = (x.reshape(-1)[:count].reshape(tokens.shape) for x in scored)
+    logp, entropy = (
+        x.swapaxes(0, 1).reshape(shards, -1)[:, :count].reshape(tokens.shape) for x in scored
+    )
     return logp, entropy
 
 

@@ -20,36 +20,13 @@ from jaxrl_llm.models import critic as critics
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.optimizer import OptimizerConfig, Trained, make_optimizer
+from jaxrl_llm.parallel import ParallelConfig
 from jaxrl_llm.sampling import MAX_WINDOWS, SamplingConfig, windows
 from jaxrl_llm.trainer import peak_memory
 from jaxrl_llm.training import TrainConfig, TrainState, init_state
-from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
+from jaxrl_llm.types import Completions, KeyValues, Prompts
 
 Rows = dict[str, float]  # bytes per device
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """Over how many devices arrays are spread: batches, weights, and heads."""
-
-    data: int = 1
-    """Copies of the model, each with a part of the batch."""
-    fsdp: int = 1
-    """Parts of the weights and of the optimizer's state, and of the batch too."""
-    tensor: int = 1
-    """Parts of the heads, of the MLP and of the vocabulary, and so of the weights."""
-
-    def __post_init__(self):
-        if min(self.data, self.fsdp, self.tensor) < 1:
-            raise ConfigError(f"mesh={self}: expected at least 1 device along every axis")
-
-    @property
-    def batch_parts(self) -> int:
-        return self.data * self.fsdp
-
-    @property
-    def weight_parts(self) -> int:
-        return self.fsdp * self.tensor
 
 
 @dataclass(frozen=True)
@@ -98,7 +75,7 @@ def estimate(
     sampling: SamplingConfig,
     optimizer: OptimizerConfig,
     prompt_length: int,
-    mesh: Mesh = Mesh(),
+    mesh: ParallelConfig = ParallelConfig(data=1),
     backend: str | None = None,
 ) -> Estimate:
     """Device memory of `training.make_iteration`, jitted with its state donated.
@@ -111,14 +88,15 @@ def estimate(
         sampling: the longest completion.
         optimizer: types of its moments.
         prompt_length: P, padding included.
-        mesh: devices that share the work; what they exchange is not counted.
+        mesh: devices that share the work, its sizes definite; what they exchange is not counted.
         backend: "cpu" computes bfloat16 in float32, and keeps what it has converted; by default
             JAX's own.
 
     Raises:
         ConfigError: the mesh does not divide the batch or the heads.
     """
-    _check_mesh(mesh, model, train)
+    mesh.check_rows(train.microbatch, "prompts of a microbatch")
+    mesh.check_heads(model.config.heads, model.config.n_kv_heads)
     params = jax.tree.map(lambda x: shaped(x.shape, x.dtype), params)
     state = _state_shapes(model, params, algorithm, train, optimizer)
     emulates = (backend or jax.default_backend()) == "cpu"
@@ -136,20 +114,6 @@ def compiled_memory(step: Callable[[TrainState], Any], state: Any) -> int:
         state: the state or its shapes.
     """
     return int(peak_memory(jax.jit(step, donate_argnums=0).lower(state).compile()))
-
-
-def _check_mesh(mesh: Mesh, model: LanguageModel, train: TrainConfig) -> None:
-    """The batch and the heads have to come apart in equal parts."""
-    rows = train.prompts // (train.minibatches * train.microbatches)
-    if rows % mesh.batch_parts:
-        raise ConfigError(
-            f"data={mesh.data} × fsdp={mesh.fsdp} devices share the {rows} prompts of a "
-            f"microbatch: make them a multiple of {mesh.batch_parts}"
-        )
-    if model.config.n_kv_heads % mesh.tensor:
-        raise ConfigError(
-            f"tensor={mesh.tensor} does not divide the {model.config.n_kv_heads} key/value heads"
-        )
 
 
 def _state_shapes(
@@ -187,7 +151,7 @@ class _Plan:
     train: TrainConfig
     sampling: SamplingConfig
     prompt_length: int
-    mesh: Mesh
+    mesh: ParallelConfig
     emulates_bfloat16: bool
 
     def state_rows(self) -> Rows:

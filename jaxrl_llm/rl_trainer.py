@@ -18,6 +18,7 @@ from jaxrl_llm.losses.objective import make_algorithm
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
+from jaxrl_llm.parallel import ParallelConfig, make_layout
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.rollout import Rollout, RolloutFn, make_rollout
 from jaxrl_llm.sampling import SamplingConfig
@@ -69,12 +70,13 @@ class RLTrainer:
         adam: learning rate and the like.
         evaluation: how, and how often.
         run: seed, checkpoints, progress bar.
+        parallel: devices to train and evaluate on.
         settings: what config.json is to hold, by default everything above.
         name: of the run, for its plots; by default that of the folder.
 
     Raises:
-        ConfigError: an unknown algorithm, a combination that cannot work, or a tokenizer that is
-            not the environment's.
+        ConfigError: an unknown algorithm, a combination that cannot work, a tokenizer that is not
+            the environment's, or sizes that do not come apart over the devices.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class RLTrainer:
         adam: OptimizerConfig = OptimizerConfig(),
         evaluation: EvalConfig = EvalConfig(problems=128, samples=4),
         run: RunConfig = RunConfig(),
+        parallel: ParallelConfig = ParallelConfig(backend="jit"),
         settings: dict[str, Any] | None = None,
         name: str | None = None,
     ):
@@ -113,6 +116,11 @@ class RLTrainer:
             rollout_lag=self.train.rollout_lag,
             max_tokens=self.sampling.max_tokens,
         )
+        self.layout = make_layout(parallel)
+        devices = self.layout.config
+        devices.check_heads(policy.model.config.heads, policy.model.config.n_kv_heads)
+        devices.check_rows(self.train.microbatch, "prompts of a microbatch")
+        devices.check_rows(evaluation.problems, "problems of an evaluation")
 
     def config(self) -> dict[str, Any]:
         """Everything that decides the figures."""
@@ -141,7 +149,7 @@ class RLTrainer:
         algorithm = make_algorithm(self.algorithm, iterations=sizes.iterations)
         optimizer = make_optimizer(self.adam, sizes.updates, value_rate=self.algorithm.value_rate)
         rollout = self.rollout(sizes.prompts, sizes.group_size)
-        draw = make_draw(rollout, algorithm)
+        draw = make_draw(rollout, algorithm, self.layout.axis_name)
 
         def sample_only(state: TrainState):
             return draw(sampling_params(state), jax.random.fold_in(state.key, state.iteration))
@@ -151,7 +159,7 @@ class RLTrainer:
             result = train(
                 folder,
                 init_state(
-                    copy_trained(self.policy.params),
+                    copy_trained(self.layout.shard(self.policy.params)),
                     optimizer,
                     jax.random.key(self.run_config.seed),
                     model=model,
@@ -165,6 +173,7 @@ class RLTrainer:
                     optimizer,
                     sizes,
                     temperature=self.sampling.temperature,
+                    axis_name=self.layout.axis_name,
                 ),
                 run=self.run_config,
                 total=sizes.iterations,
@@ -172,6 +181,7 @@ class RLTrainer:
                 evaluate=self.measure(),
                 evaluate_every=self.evaluation.every,
                 stages={"rollout": sample_only},
+                layout=self.layout,
             )
             trained = self.policy.with_params(result.params)
             if result.is_complete:
@@ -194,15 +204,21 @@ class RLTrainer:
         sampling = self.sampling
         if held_out:
             sampling = dataclasses.replace(sampling, greedy=greedy, temperature=1.0)
-        return make_rollout(
-            self.env,
-            self.eval_params if held_out else self.env_params,
-            self.policy.model,
-            self.policy.tokenizer,
-            sampling,
-            prompts=prompts,
-            group_size=group_size,
-        )
+        model = self.policy.model
+
+        def make(prompts: int, axis_name: Any) -> RolloutFn:
+            return make_rollout(
+                self.env,
+                self.eval_params if held_out else self.env_params,
+                model,
+                self.policy.tokenizer,
+                sampling,
+                prompts=prompts,
+                group_size=group_size,
+                axis_name=axis_name,
+            )
+
+        return self.layout.rollout(make, prompts, model.config.dtype)
 
     def measure(self) -> Callable[[Params], Measured]:
         """`params -> Measured` on held-out problems: greedy, and at temperature 1."""
@@ -211,6 +227,7 @@ class RLTrainer:
             self.rollout(config.problems, 1, greedy=True, held_out=True),
             self.rollout(config.problems, config.samples, held_out=True),
             config,
+            compile=self.layout.evaluate,
         )
 
         def measured(params: Params) -> Measured:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxrl_llm.advantages import dead_groups
 from jaxrl_llm.models.transformer import LanguageModel, Params
+from jaxrl_llm.parallel import prompt_keys, shard_rows
 from jaxrl_llm.sampling import Dialogue, Reply, SamplingConfig, sample, sample_dialogue
 from jaxrl_llm.tokenizers import Tokenizer
 from jaxrl_llm.types import Completions, Prompts
@@ -39,12 +40,13 @@ def make_rollout(
     *,
     prompts: int,
     group_size: int,
+    axis_name: Any = None,
 ) -> RolloutFn:
     """A pure function `(params, key) -> Rollout` of B = prompts problems × G completions.
 
     Problem b is drawn with fold_in(reset key, b), completion g of it with
     fold_in(fold_in(sample key, b), g): what a row draws does not depend on how many rows there are
-    or on which device they lie.
+    or on which device they lie. Mapped over `axis_name`, each device draws `prompts` of them.
 
     The environment follows gymnax: its observation is a `Prompts` of one row, its action tokens,
     its `step_env` returns the reward and an info of scalars. One without `max_turns`, or with 1,
@@ -55,25 +57,32 @@ def make_rollout(
     """
     if getattr(env, "max_turns", 1) > 1:
         return make_dialogue_rollout(
-            env, env_params, model, tokenizer, sampling, prompts=prompts, group_size=group_size
+            env,
+            env_params,
+            model,
+            tokenizer,
+            sampling,
+            prompts=prompts,
+            group_size=group_size,
+            axis_name=axis_name,
         )
 
     def rollout(params: Params, key: Key[Array, ""]) -> Rollout:
         reset_key, sample_key, step_key = jax.random.split(key, 3)
         observed: Any
         observed, states = jax.vmap(env.reset_env, in_axes=(0, None))(
-            row_keys(reset_key, prompts), env_params
+            prompt_keys(reset_key, prompts, axis_name), env_params
         )
         completions = sample(
             params,
             model,
-            observed,
-            jax.vmap(lambda k: row_keys(k, group_size))(row_keys(sample_key, prompts)),
+            shard_rows(observed),
+            completion_keys(sample_key, prompts, group_size, axis_name),
             sampling,
             eos_ids=tokenizer.eos_ids,
             pad_id=tokenizer.pad_id,
         )
-        step_keys = jax.vmap(lambda k: row_keys(k, group_size))(row_keys(step_key, prompts))
+        step_keys = completion_keys(step_key, prompts, group_size, axis_name)
         step = jax.vmap(jax.vmap(env.step_env, in_axes=(0, None, 0, None)), in_axes=(0, 0, 0, None))
         _, _, rewards, _, info = step(step_keys, states, completions.tokens, env_params)
         return Rollout(observed, completions, rewards, info)
@@ -90,6 +99,7 @@ def make_dialogue_rollout(
     *,
     prompts: int,
     group_size: int,
+    axis_name: Any = None,
 ) -> RolloutFn:
     """`make_rollout` for an environment of several turns."""
     shape = prompts, group_size
@@ -97,9 +107,9 @@ def make_dialogue_rollout(
 
     def rollout(params: Params, key: Key[Array, ""]) -> Rollout:
         keys = jax.random.split(key, 3)
-        reset_keys = row_keys(keys[0], prompts)
+        reset_keys = prompt_keys(keys[0], prompts, axis_name)
         sample_keys, step_keys = (
-            jax.vmap(lambda k: row_keys(k, group_size))(row_keys(k, prompts)) for k in keys[1:]
+            completion_keys(k, prompts, group_size, axis_name) for k in keys[1:]
         )
         observed, states = jax.vmap(env.reset_env, in_axes=(0, None))(reset_keys, env_params)
 
@@ -116,7 +126,7 @@ def make_dialogue_rollout(
         completions, last = sample_dialogue(
             params,
             model,
-            observed,
+            shard_rows(observed),
             sample_keys,
             sampling,
             Dialogue(reply, per_row, env.max_turn_tokens),
@@ -134,17 +144,33 @@ def row_keys(key: Key[Array, ""], n: int) -> Key[Array, "n"]:
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(n))
 
 
-def rollout_metrics(rolled: Rollout) -> Metrics:
-    """What the samples looked like before anything was learned from them."""
+def completion_keys(
+    key: Key[Array, ""], prompts: int, group_size: int, axis_name: Any = None
+) -> Key[Array, "B G"]:
+    """fold_in(fold_in(key, b), g) for the completions of this device's prompts."""
+    keys = prompt_keys(key, prompts, axis_name)
+    return jax.vmap(lambda k: row_keys(k, group_size))(keys)
+
+
+def rollout_metrics(rolled: Rollout, axis_name: str | None = None) -> Metrics:
+    """What the samples of all devices looked like before anything was learned from them."""
+
+    def over_devices(reduce, x):
+        return x if axis_name is None else reduce(x, axis_name)
+
+    def mean(x):
+        return over_devices(jax.lax.pmean, x.mean())  # of equally many on each device
+
+    rewards = rolled.rewards
     lengths = rolled.completions.loss_mask.sum(-1).astype(jnp.float32)
-    info = {f"rollout/{name.removeprefix('is_')}": x.mean() for name, x in rolled.info.items()}
+    info = {f"rollout/{name.removeprefix('is_')}": mean(x) for name, x in rolled.info.items()}
     return info | {
-        "reward/mean": rolled.rewards.mean(),
-        "reward/std": rolled.rewards.std(),
-        "reward/dead_groups": dead_groups(rolled.rewards).mean(),
-        "rollout/length_mean": lengths.mean(),
-        "rollout/length_max": lengths.max(),
-        "rollout/tokens": lengths.sum(),
+        "reward/mean": mean(rewards),
+        "reward/std": jnp.sqrt(mean((rewards - mean(rewards)) ** 2)),
+        "reward/dead_groups": mean(dead_groups(rewards)),
+        "rollout/length_mean": mean(lengths),
+        "rollout/length_max": over_devices(jax.lax.pmax, lengths.max()),
+        "rollout/tokens": over_devices(jax.lax.psum, lengths.sum()),
     }
 
 
@@ -165,7 +191,7 @@ class Pool(NamedTuple):
 
 
 def sample_until_alive(
-    rollout: RolloutFn, max_rounds: int
+    rollout: RolloutFn, max_rounds: int, axis_name: str | None = None
 ) -> Callable[[Params, Key[Array, ""]], tuple[Rollout, Metrics]]:
     """DAPO's dynamic sampling: roll out again until every group has rewards that differ.
 
@@ -177,6 +203,8 @@ def sample_until_alive(
     Args:
         rollout: draws B groups.
         max_rounds: rounds at most, the first included.
+        axis_name: mapped device axis: all devices fill one batch together, of which each then
+            takes its part, so that it does not depend on their number.
 
     Returns:
         `(params, key) -> (rollout, metrics)`. Metrics are of all groups drawn, not only of those
@@ -186,8 +214,12 @@ def sample_until_alive(
         Yu et al. 2025 (DAPO), section 3.2, https://arxiv.org/abs/2503.14476
     """
 
+    def roll(params: Params, key: Key[Array, ""]) -> Rollout:
+        drawn = rollout(params, key)
+        return drawn if axis_name is None else jax.lax.all_gather(drawn, axis_name, tiled=True)
+
     def draw(params: Params, key: Key[Array, ""]) -> tuple[Rollout, Metrics]:
-        shapes = jax.eval_shape(lambda: rollout(params, key))
+        shapes = jax.eval_shape(lambda: roll(params, key))
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         # A prompt of all padding would be an attention over nothing.
         prompts = empty.prompts._replace(mask=jnp.ones_like(empty.prompts.mask))
@@ -198,7 +230,7 @@ def sample_until_alive(
             return (pool.count < n_groups) & (pool.rounds < max_rounds)
 
         def one_round(pool: Pool) -> Pool:
-            drawn = rollout(params, jax.random.fold_in(key, pool.rounds))
+            drawn = roll(params, jax.random.fold_in(key, pool.rounds))
             is_alive = ~dead_groups(drawn.rewards)
             place = pool.count + jnp.cumsum(is_alive) - 1
             place = jnp.where(is_alive, place, n_groups)  # out of range: dropped
@@ -225,6 +257,14 @@ def sample_until_alive(
         metrics = {k: x if k in sums else x / pool.rounds for k, x in pool.totals.items()}
         metrics["rollout/rounds"] = pool.rounds.astype(jnp.float32)
         metrics["rollout/filled"] = pool.count / n_groups
-        return pool.kept, metrics
+        return shard_rows(own_rows(pool.kept, axis_name)), metrics
 
     return draw
+
+
+def own_rows(tree: Any, axis_name: str | None) -> Any:
+    """This device's part of arrays that all devices have whole."""
+    if axis_name is None:
+        return tree
+    size, index = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:])[index], tree)

@@ -15,7 +15,8 @@ from jaxrl_llm.masking import masked_sum
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.optimizer import OptimizerConfig, Trained, skipped_updates
-from jaxrl_llm.rollout import Metrics
+from jaxrl_llm.parallel import shard_rows
+from jaxrl_llm.rollout import Metrics, own_rows
 from jaxrl_llm.training import TrainState, make_update_step, score
 from jaxrl_llm.types import Completions, ConfigError, LossOutput, Prompts
 
@@ -79,8 +80,13 @@ def make_sft_step(
     examples: Examples,
     optimizer: optax.GradientTransformation,
     config: SFTConfig,
+    *,
+    axis_name: str | None = None,
 ) -> Callable[[TrainState], tuple[TrainState, Metrics]]:
-    """One step on a random batch of `examples`: the analogue of `training.make_iteration`."""
+    """One step on a random batch of `examples`: the analogue of `training.make_iteration`.
+
+    Mapped over `axis_name`, each device takes its part of the batch.
+    """
     n = len(examples.tokens)
 
     def step(state: TrainState) -> tuple[TrainState, Metrics]:
@@ -89,16 +95,19 @@ def make_sft_step(
             lambda trained, batch: sft_loss(lora.combine(trained.policy, frozen), model, batch),
             optimizer,
             microbatches=config.microbatches,
+            axis_name=axis_name,
         )
         # Epoch by epoch: every example once, in an order of the epoch's own.
         per_epoch = n // config.batch
         epoch, place = state.iteration // per_epoch, state.iteration % per_epoch
         order = jax.random.permutation(jax.random.fold_in(state.key, epoch), n)
         chosen = jax.lax.dynamic_slice_in_dim(order, place * config.batch, config.batch)
+        chosen = shard_rows(own_rows(chosen, axis_name))
         batch = jax.tree.map(lambda x: jnp.asarray(x)[chosen], examples)
         trained, opt_state, metrics = update(Trained(changing), state.opt_state, batch)
         metrics["optimizer/skipped_updates"] = skipped_updates(opt_state)
-        metrics["sft/tokens"] = batch.mask.sum()
+        tokens = batch.mask.sum()
+        metrics["sft/tokens"] = tokens if axis_name is None else jax.lax.psum(tokens, axis_name)
         params = lora.combine(trained.policy, frozen)
         changed = dict(params=params, opt_state=opt_state, iteration=state.iteration + 1)
         return dataclasses.replace(state, **changed), metrics

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.logging import Interrupt, MetricsLog, RunFolder, read_rows
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.parallel import SINGLE, Layout
 from jaxrl_llm.rollout import Metrics
 from jaxrl_llm.training import TrainState, attach, detach, scan_iterations
 from jaxrl_llm.types import ConfigError
@@ -77,6 +78,7 @@ def train(
     stages: Mapping[str, Callable[[TrainState], Any]] | None = None,
     tokens_metric: str = "rollout/tokens",
     shown: Sequence[str] = ("reward/mean", "eval/sampled"),
+    layout: Layout = SINGLE,
 ) -> RunResult:
     """Run the step that `make_step` returns until `total`, from the newest checkpoint on.
 
@@ -100,10 +102,12 @@ def train(
             `time/rest_seconds`.
         tokens_metric: the metric that counts tokens, for tokens/s.
         shown: metrics on the progress bar.
+        layout: over which devices the step runs; checkpoints and `evaluate` get the state that one
+            device holds, or the mesh.
     """
     timer = Timer()
     step = functools.cache(make_step)
-    state, frozen = detach(state)
+    state, frozen = detach(layout.shard(state))
     calls: dict[int, Any] = {}
     stage_calls: dict[str, Any] = {}
 
@@ -116,8 +120,7 @@ def train(
                 return detach(state)[0], metrics
 
             with timer("compile"):
-                lowered = jax.jit(program, donate_argnums=0).lower(state, frozen)
-                calls[length] = lowered.compile()
+                calls[length] = layout.compile_step(program, state, frozen)
         return calls[length]
 
     def time_stages(state: TrainState, iteration_seconds: float) -> dict[str, float]:
@@ -126,13 +129,16 @@ def train(
         for name, stage in (stages or {}).items():
             if name not in stage_calls:
                 with timer("compile"):
-                    stage_calls[name] = jax.jit(stage).lower(attach(state, frozen)).compile()
+                    stage_calls[name] = layout.compile(stage, attach(state, frozen))
             start = time.perf_counter()
             jax.block_until_ready(stage_calls[name](attach(state, frozen)))
             seconds[f"time/{name}_seconds"] = time.perf_counter() - start
         if seconds:
             seconds["time/rest_seconds"] = iteration_seconds - sum(seconds.values())
         return seconds
+
+    def params(state: TrainState) -> Params:
+        return layout.first(attach(state, frozen).params)
 
     def is_evaluation_due(before: int, now: int) -> bool:
         crossed = evaluate_every and now // evaluate_every > before // evaluate_every
@@ -148,10 +154,13 @@ def train(
         if restored is not None:
             state = restored.state
         done = int(state.iteration)
+        if layout is not SINGLE:
+            tqdm.write(layout.describe(attach(state, frozen)))
+        state, frozen = layout.replicate((state, frozen))
         with MetricsLog(folder, done if restored is not None else -1) as log:
             if restored is None and evaluate is not None:
                 with timer("evaluate"):
-                    measured = evaluate(attach(state, frozen).params)
+                    measured = evaluate(params(state))
                 log.write(0, measured.metrics, timer.take())
                 log.write_samples(0, measured.samples)
             figures: dict[str, str] = {}
@@ -161,7 +170,7 @@ def train(
                 call = compiled(length, state)
                 with timer("train"):
                     state, metrics = call(state, frozen)
-                    metrics = jax.device_get(metrics)
+                    metrics = jax.device_get(layout.first(metrics))
                 before, done = done, done + length
                 seconds = timer.seconds["train"]
                 timing = {
@@ -173,7 +182,7 @@ def train(
                 rows = [{name: x[i] for name, x in metrics.items()} for i in range(length)]
                 if evaluate is not None and is_evaluation_due(before, done):
                     with timer("evaluate"):
-                        measured = evaluate(attach(state, frozen).params)
+                        measured = evaluate(params(state))
                     rows[-1] |= measured.metrics
                     staged = time_stages(state, seconds / length)
                     log.write_samples(done, measured.samples)
@@ -182,11 +191,11 @@ def train(
                 if checkpoints.is_due(done) or done == total or interrupt.requested:
                     with timer("checkpoint"):
                         log.sync()
-                        checkpoints.save(done, state)
+                        checkpoints.save(done, layout.first(state))
                 show(bar, figures, rows, shown, timing)
             bar.close()
     return RunResult(
-        params=attach(state, frozen).params,
+        params=params(state),
         history=read_rows(folder.metrics),
         iteration=done,
         is_complete=done >= total,

@@ -18,13 +18,14 @@ from jaxrl_llm.models import critic as critics
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.optimizer import Trained, skipped_updates
+from jaxrl_llm.parallel import prompt_keys
 from jaxrl_llm.rollout import (
     Metrics,
     Rollout,
     RolloutFn,
+    completion_keys,
     mask_dead_groups,
     rollout_metrics,
-    row_keys,
     sample_until_alive,
 )
 from jaxrl_llm.types import (
@@ -72,7 +73,7 @@ def accumulate_gradient(
     if microbatches == 1:
         grads, out = gradient(batch)
     else:
-        parts = split_leading(batch, microbatches)
+        parts = deal(batch, microbatches)
 
         def body(grads, part):
             part_grads, out = gradient(part)
@@ -96,9 +97,12 @@ def accumulate_gradient(
     return grads, metrics | maxima | minima | {"loss": loss.mean()}
 
 
-def split_leading(tree: Any, n: int) -> Any:
-    """Cut the leading axis of every leaf into n equal parts: [N, …] → [n, N/n, …]."""
-    return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), tree)
+def deal(tree: Any, n: int) -> Any:
+    """Deal out the rows of every leaf like cards, [N, …] → [n, N/n, …]: part i gets i, i + n, ….
+
+    Of rows that are spread over devices in order, every part then has equally many on each.
+    """
+    return jax.tree.map(lambda x: x.reshape(-1, n, *x.shape[1:]).swapaxes(0, 1), tree)
 
 
 def make_update_step(
@@ -172,6 +176,11 @@ class TrainConfig:
             )
 
     @property
+    def microbatch(self) -> int:
+        """Prompts whose gradient is taken at once."""
+        return self.prompts // (self.minibatches * self.microbatches)
+
+    @property
     def updates_per_rollout(self) -> int:
         """Optimizer steps in one iteration."""
         return self.epochs * self.minibatches
@@ -216,10 +225,11 @@ def make_drift(
     prompts: Prompts,
     completions: Completions,
     key: Key[Array, ""],
+    axis_name: str | None = None,
 ) -> Drift:
     """A random direction of norm 1 for each completion, and the Jacobian of `params` along it."""
     b, g, t = completions.tokens.shape
-    keys = jax.vmap(lambda k: row_keys(k, g))(row_keys(key, b))
+    keys = completion_keys(key, b, g, axis_name)
     normal = jax.vmap(jax.vmap(lambda k: jax.random.normal(k, (t, model.config.width))))(keys)
     normal = jnp.where(completions.attention_mask[..., None], normal, 0.0)
     norm = jnp.sqrt((normal**2).sum((-2, -1), keepdims=True))
@@ -304,9 +314,10 @@ def make_iteration(
 ) -> Callable[[TrainState], tuple[TrainState, Metrics]]:
     """Rollout, reward, advantages, epochs × minibatches of updates: one pure function.
 
-    It can be jitted with its state donated, scanned over (`scan_iterations`) and mapped.
+    It can be jitted with its state donated, scanned over (`scan_iterations`) and mapped over
+    `axis_name`; the rollout then is of each device's part of `config.prompts`.
     """
-    draw = make_draw(rollout, algorithm)
+    draw = make_draw(rollout, algorithm, axis_name)
 
     def score_batch(params, batch, critic=None, drift=None) -> Scores:
         return score(
@@ -335,7 +346,7 @@ def make_iteration(
                 batch = batch._replace(old_logp_t=old.logp_t)
         if algorithm.needs_drift:
             sampler = sampling_params(state)
-            drift = make_drift(sampler, model, prompts, completions, drift_key)
+            drift = make_drift(sampler, model, prompts, completions, drift_key, axis_name)
             batch = batch._replace(drift=drift)
         return batch
 
@@ -364,16 +375,16 @@ def make_iteration(
             objective, optimizer, microbatches=config.microbatches, axis_name=axis_name
         )
 
-        def minibatch_step(carry, indices):
+        def minibatch_step(carry, places):
             trained, opt_state = carry
-            chosen = jax.tree.map(lambda x: x[indices], batch)
+            chosen = take_minibatch(batch, places, config.minibatches)
             trained, opt_state, metrics = update(trained, opt_state, chosen)
             return (trained, opt_state), metrics
 
         (trained, opt_state), metrics = jax.lax.scan(
             minibatch_step,
             (Trained(changing, state.critic), state.opt_state),
-            minibatch_order(order_key, config),
+            minibatch_order(order_key, config, len(rolled.rewards), axis_name),
         )
         metrics = over_updates(metrics) | drawn_metrics | batch_metrics(batch, axis_name)
         metrics["optimizer/skipped_updates"] = skipped_updates(opt_state)
@@ -399,15 +410,15 @@ def sampling_params(state: TrainState) -> Params:
 
 
 def make_draw(
-    rollout: RolloutFn, algorithm: Algorithm
+    rollout: RolloutFn, algorithm: Algorithm, axis_name: str | None = None
 ) -> Callable[[Params, Key[Array, ""]], tuple[Rollout, Metrics]]:
     """`(params, key) -> (the groups to train on, metrics of all groups drawn)`."""
     if algorithm.sampling_rounds > 1:
-        return sample_until_alive(rollout, algorithm.sampling_rounds)
+        return sample_until_alive(rollout, algorithm.sampling_rounds, axis_name)
 
     def draw(params, key):
         rolled = rollout(params, key)
-        metrics = rollout_metrics(rolled)
+        metrics = rollout_metrics(rolled, axis_name)
         return mask_dead_groups(rolled) if algorithm.masks_dead_groups else rolled, metrics
 
     return draw
@@ -433,11 +444,37 @@ def batch_metrics(batch: Batch, axis_name: str | None) -> Metrics:
     return metrics
 
 
-def minibatch_order(key: Key[Array, ""], config: TrainConfig) -> Int[Array, "updates prompts"]:
-    """Which prompts each update of an iteration sees: every epoch all of them, in a new order."""
-    keys = jax.random.split(key, config.epochs)
-    orders = jax.vmap(lambda k: jax.random.permutation(k, config.prompts))(keys)
-    return orders.reshape(config.epochs * config.minibatches, -1)
+def minibatch_order(
+    key: Key[Array, ""], config: TrainConfig, prompts: int, axis_name: str | None = None
+) -> Int[Array, "updates prompts"]:
+    """Which prompts each update of an iteration sees: every epoch all of them, dealt out anew.
+
+    Of every n = `config.minibatches` prompts in a row each goes to another minibatch, so prompts
+    that are spread over devices in order stay where they are. Entry i of an update is the place
+    among the prompts n·i … n·i + n − 1.
+
+    Args:
+        key: of the iteration.
+        config: epochs and minibatches.
+        prompts: how many there are on this device.
+        axis_name: mapped device axis.
+    """
+    n = config.minibatches
+
+    def epoch(key):
+        keys = prompt_keys(key, prompts // n, axis_name)
+        return jax.vmap(lambda k: jax.random.permutation(k, n), out_axes=1)(keys)
+
+    orders = jax.vmap(epoch)(jax.random.split(key, config.epochs))
+    return orders.reshape(config.updates_per_rollout, -1)
+
+
+def take_minibatch(batch: Any, places: Int[Array, "prompts"], n: int) -> Any:
+    """The prompts of an update: one of every n."""
+    if n == 1:
+        return batch
+    take = jax.vmap(lambda rows, place: rows[place])
+    return jax.tree.map(lambda x: take(x.reshape(-1, n, *x.shape[1:]), places), batch)
 
 
 def over_updates(metrics: Metrics) -> Metrics:

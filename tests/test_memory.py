@@ -8,10 +8,11 @@ from jaxrl_llm.losses.config import AlgorithmConfig
 from jaxrl_llm.losses.grpo import GRPOConfig
 from jaxrl_llm.losses.objective import make_algorithm
 from jaxrl_llm.losses.ppo import PPOConfig
-from jaxrl_llm.memory import Mesh, compiled_memory, estimate, readable
+from jaxrl_llm.memory import compiled_memory, estimate, readable
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
+from jaxrl_llm.parallel import ParallelConfig
 from jaxrl_llm.rollout import Rollout, row_keys
 from jaxrl_llm.sampling import SamplingConfig, sample
 from jaxrl_llm.training import TrainConfig, init_state, make_iteration, scan_iterations
@@ -62,7 +63,7 @@ class Case:
             sampling=self.sampling,
             optimizer=self.optimizer,
             prompt_length=self.prompt_length,
-            mesh=Mesh(**mesh),
+            mesh=ParallelConfig(**{"data": 1} | mesh),
         )
 
     def compiled(self):

@@ -11,6 +11,7 @@ from jaxrl_llm.training import (
     TrainConfig,
     minibatch_order,
     scan_iterations,
+    take_minibatch,
 )
 from jaxrl_llm.types import ConfigError
 
@@ -29,11 +30,14 @@ EVERYTHING = PPOConfig(
 
 def test_every_epoch_sees_every_prompt_once_in_a_new_order():
     config = TrainConfig(prompts=8, epochs=2, minibatches=4, microbatches=1)
-    order = np.asarray(minibatch_order(jax.random.key(0), config))
+    order = minibatch_order(jax.random.key(0), config, prompts=8)
     assert order.shape == (8, 2)
-    epochs = order.reshape(2, 8)
+    seen = np.array([take_minibatch(jnp.arange(8), places, 4) for places in order])
+    epochs = seen.reshape(2, 8)
     assert all(sorted(epoch) == list(range(8)) for epoch in epochs)
     assert (epochs[0] != epochs[1]).any()
+    # One of every four in a row, so that none has to leave its device.
+    assert (seen // 4 == [0, 1]).all()
 
 
 @pytest.mark.parametrize(

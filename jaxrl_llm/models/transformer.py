@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models import lora
+from jaxrl_llm.parallel import gather_weight
 from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
 
 Params = Any  # a pytree of weights: float32 master weights, or frozen ones of bfloat16
@@ -230,12 +231,16 @@ class Linear(nn.Module):
     def __call__(self, x):
         init = nn.initializers.normal(self.init_scale)
         kernel = self.param("kernel", init, (x.shape[-1], self.features))
-        y = jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+
+        def to_use(path, weight):
+            return gather_weight(f"{self.name}/{path}", weight.astype(x.dtype))
+
+        y = jnp.matmul(x, to_use("kernel", kernel), preferred_element_type=jnp.float32)
         if self.has_variable("params", "lora"):
             adapter: Any = self.get_variable("params", "lora")
-            narrow = jnp.matmul(x, adapter["a"].astype(x.dtype))
+            narrow = jnp.matmul(x, to_use("lora/a", adapter["a"]))
             y += adapter["scale"] * jnp.matmul(
-                narrow, adapter["b"].astype(x.dtype), preferred_element_type=jnp.float32
+                narrow, to_use("lora/b", adapter["b"]), preferred_element_type=jnp.float32
             )
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
@@ -344,7 +349,7 @@ class Transformer(nn.Module):
         return self.backbone(self.embed(tokens), prefix, context)
 
     def embed(self, tokens):
-        return self.embedding[tokens].astype(self.config.dtype)
+        return gather_weight("embedding", self.embedding)[tokens].astype(self.config.dtype)
 
     def backbone(self, x, prefix, context):
         x, own = self.blocks(x, prefix, None, context)
@@ -372,8 +377,9 @@ class LanguageModel:
 
     def head(self, params: Params) -> Float[Array, "D V"]:
         """The output projection in the compute type."""
-        tied = self.config.tie_embeddings
-        return (params["embedding"].T if tied else params["head"]).astype(self.config.dtype)
+        name = "embedding" if self.config.tie_embeddings else "head"
+        head = gather_weight(name, params[name].astype(self.config.dtype))
+        return head.T if self.config.tie_embeddings else head
 
     def prefill(self, params: Params, prompts: Prompts) -> tuple[Float[Array, "B D"], KeyValues]:
         """Run every prompt once.
@@ -407,7 +413,8 @@ class LanguageModel:
 
     def embed(self, params: Params, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
         """Embeddings of tokens, in the compute type."""
-        return params["embedding"][tokens].astype(self.config.dtype)
+        embedding = gather_weight("embedding", params["embedding"])
+        return embedding[tokens].astype(self.config.dtype)
 
     def completion_tangent(
         self,
