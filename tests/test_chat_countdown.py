@@ -188,7 +188,7 @@ def test_worked_solutions_that_do_not_fit_are_refused():
         (["--chat.data", "nowhere.jsonl"], "nowhere.jsonl: no such file or folder"),
         (["--chat.question", "What?"], "expected {numbers} and {target} in it"),
         (["--lora.targets", "head", "--lora.rank", "2"], "targets head match no projection"),
-        (["--parallel.fsdp", "2"], "parallel.* is for --estimate"),
+        (["--parallel.fsdp", "2"], "the sizes do not multiply to the 1 devices"),
     ],
 )
 def test_bad_settings_are_one_line_and_exit_status_2(
