@@ -48,7 +48,7 @@ def test_every_epoch_sees_every_example_once(model, params, prompts, completions
     assert len(set(per_epoch[:, 0].tolist())) > 1
 
 
-@pytest.mark.parametrize("settings", [{"batch": 100, "examples": 10}, {"steps": 0}])
+@pytest.mark.parametrize("settings", [{"batch": 100, "examples": 10}, {"steps": -1}])
 def test_sizes_that_cannot_work_are_refused(settings):
     with pytest.raises(ConfigError):
         SFTConfig(**settings)
