@@ -24,6 +24,7 @@ from jaxrl_llm.models import gguf, hf
 from jaxrl_llm.models.presets import PRESETS, packaged_gguf
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
 from jaxrl_llm.optimizer import OptimizerConfig
+from jaxrl_llm.parallel import Layout
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.sampling import SamplingConfig
 from jaxrl_llm.sft import Examples, SFTConfig
@@ -152,10 +153,14 @@ def setting(config: "CountdownConfig") -> Setting:
 
     others = {name: value for name, value in numerics.items() if name != "dtype"}
 
-    def start(key: Any) -> Policy:
+    def start(key: Any, layout: Layout) -> Policy:
         del key
         return Policy.from_pretrained(
-            config.model, dtype=config.weights, compute_dtype=config.network.dtype, **others
+            config.model,
+            dtype=config.weights,
+            compute_dtype=config.network.dtype,
+            layout=layout,
+            **others,
         )
 
     return Setting(env, params, evaluated, model, start)

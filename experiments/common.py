@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Key
 
+from jaxrl_llm.distributed import agree
 from jaxrl_llm.evaluation import EvalConfig
 from jaxrl_llm.logging import RunFolder
 from jaxrl_llm.losses.config import AlgorithmConfig
@@ -20,7 +21,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.lora import LoRAConfig
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
-from jaxrl_llm.parallel import ParallelConfig, make_layout
+from jaxrl_llm.parallel import Layout, ParallelConfig, make_layout
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.rl_trainer import RLTrainer
 from jaxrl_llm.sampling import SamplingConfig
@@ -37,7 +38,7 @@ class Setting(NamedTuple):
     env_params: Any
     eval_params: Any
     model: LanguageModel
-    start: Callable[[Key[Array, ""]], Policy]  # what the warm start begins with
+    start: Callable[[Key[Array, ""], Layout], Policy]  # what the warm start begins with
 
 
 def fresh_setting(network: ModelConfig, env: Any, env_params: Any, eval_params: Any) -> Setting:
@@ -48,7 +49,7 @@ def fresh_setting(network: ModelConfig, env: Any, env_params: Any, eval_params: 
         env_params,
         eval_params,
         model,
-        lambda key: Policy(model, env.tokenizer, model.init(key)),
+        lambda key, layout: Policy(model, env.tokenizer, layout.init(model.init, key)),
     )
 
 
@@ -145,7 +146,12 @@ class ExperimentConfig:
             network=ModelConfig(width=32, layers=2, heads=2),
             sft=dataclasses.replace(self.sft, steps=20, batch=64, examples=512, steps_per_call=10),
             train=dataclasses.replace(
-                self.train, iterations=4, prompts=8, group_size=4, iterations_per_call=2
+                self.train,
+                iterations=4,
+                prompts=8 * self.train.minibatches,
+                group_size=4,
+                microbatches=1,  # so that 8 devices can share its prompts
+                iterations_per_call=2,
             ),
             eval=dataclasses.replace(self.eval, problems=64, samples=4, every=2),
             run=dataclasses.replace(
@@ -175,14 +181,14 @@ class ExperimentConfig:
 def train_warm_start(config: ExperimentConfig, setting: Setting) -> WarmStart:
     """Make the warm start that `config` describes, or find it."""
     init_key, state_key = jax.random.split(jax.random.key(config.sft_seed))
-    policy = setting.start(init_key)
+    layout = make_layout(config.parallel)
+    policy = setting.start(init_key, layout)
     if not config.sft.steps:
         return WarmStart(policy, None)
     policy = dataclasses.replace(policy, params=config.lora.add_to(policy.params, config.sft_seed))
     settings = config.warm_start
     name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
-    layout = make_layout(config.parallel)
     rows = config.sft.batch // config.sft.microbatches
     layout.config.check_rows(rows, "examples of a microbatch of the warm start")
     path = config.run.root / f"sft_{setting.env.name.lower()}" / name
@@ -212,7 +218,7 @@ def train_warm_start(config: ExperimentConfig, setting: Setting) -> WarmStart:
         kept = path / "policy"
         policy = dataclasses.replace(policy, params=result.params).merged()
         policy = dataclasses.replace(policy, source=str(kept.absolute()))
-        if not kept.exists():
+        if not agree(kept.exists):
             policy.save(kept)
     return WarmStart(policy, path)
 

@@ -23,6 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
+from jaxrl_llm.distributed import agree, is_first
 from jaxrl_llm.types import ConfigError
 
 _ABOUT, _DIGESTS = "about.json", "sha256.json"
@@ -38,9 +39,10 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The newest `keep` checkpoints of a run, in one folder, written by one process.
+    """The newest `keep` checkpoints of a run, in one folder that all its processes see.
 
-    Use it as a context manager: leaving it waits for the last save.
+    Use it as a context manager: leaving it waits for the last save. Of several processes each
+    writes, and reads, what its devices hold; all of them have to make the same calls.
 
     Args:
         folder: where they lie; made if it does not exist.
@@ -63,16 +65,10 @@ class Checkpoints:
         if keep < 1 or every < 1:
             raise ConfigError(f"keep and every must be at least 1, got {keep} and {every}")
         self.folder = Path(folder).resolve()
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot make the checkpoint folder: {error}") from error
         self._keep, self._every, self._say = keep, every, say
         logging.getLogger("absl").addFilter(_without_orbax_chatter)
-        for leftover in self.folder.iterdir():
-            if leftover.suffix in _UNFINISHED:
-                shutil.rmtree(leftover)
-        self._last = max(self.steps(), default=0)
+        self._saved = set(agree(self._tidy))
+        self._last = max(self._saved, default=0)
         self._orbax = ocp.StandardCheckpointer()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
@@ -82,6 +78,17 @@ class Checkpoints:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _tidy(self) -> list[int]:
+        """Make the folder, or clear it of what was not finished; the steps that are there."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the checkpoint folder: {error}") from error
+        for leftover in self.folder.iterdir():
+            if leftover.suffix in _UNFINISHED:
+                shutil.rmtree(leftover)
+        return self.steps()
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, oldest first, damaged ones included."""
@@ -108,17 +115,21 @@ class Checkpoints:
         """
         self.wait()
         self._last = step
-        if (self.folder / str(step)).exists():
+        if step in self._saved:
             return
         leaves = _named_leaves(state)
         about = json.dumps({"extra": extra or {}, "leaves": _types(leaves)}, indent=1)
         staging = self.folder / f"{step}.saving"
-        shutil.rmtree(staging, ignore_errors=True)  # left by a save that failed
+        if is_first():
+            shutil.rmtree(staging, ignore_errors=True)  # left by a save that failed
         self._orbax.save(staging / "state", {k: _on_disk(x) for k, x in _not_empty(leaves).items()})
         self._saving = self._thread.submit(self._finish, step, staging, about)
 
     def _finish(self, step: int, staging: Path, about: str) -> None:
-        self._orbax.wait_until_finished()
+        self._orbax.wait_until_finished()  # for all processes
+        self._saved.add(step)
+        if not is_first():
+            return
         (staging / _ABOUT).write_text(about)
         (staging / _DIGESTS).write_text(json.dumps(_digests(staging), indent=1))
         staging.rename(self.folder / str(step))
@@ -140,15 +151,23 @@ class Checkpoints:
         """
         self.wait()
         damaged: dict[int, str] = {}
+        step = agree(lambda: self._newest_whole(damaged))
+        if step is None:
+            return None
+        path = self.folder / str(step)
+        about = json.loads((path / _ABOUT).read_text())
+        state = self._restore(path, template, about["leaves"])
+        self._move_aside(damaged, step)
+        self._saved = {saved for saved in self._saved if saved <= step}
+        self._last = step
+        return Restored(step, state, about["extra"])
+
+    def _newest_whole(self, damaged: dict[int, str]) -> int | None:
+        """The newest step without damage; newer ones, and what is wrong, are added to `damaged`."""
         for step in reversed(self.steps()):
-            path = self.folder / str(step)
-            damage = _damage(path)
+            damage = _damage(self.folder / str(step))
             if damage is None:
-                about = json.loads((path / _ABOUT).read_text())
-                state = self._restore(path, template, about["leaves"])
-                self._move_aside(damaged, step)
-                self._last = step
-                return Restored(step, state, about["extra"])
+                return step
             damaged[step] = damage
         if damaged:
             raise ConfigError(
@@ -224,7 +243,7 @@ def _on_disk(leaf: Any) -> Any:
 
 
 def _sharding_of(leaf: Any) -> jax.sharding.Sharding:
-    return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _to_restore(leaf: Any) -> Any:

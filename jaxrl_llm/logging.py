@@ -28,6 +28,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore
 
+from jaxrl_llm.distributed import agree, any_process, is_first
 from jaxrl_llm.types import ConfigError
 
 _LOCK, _TEMPORARY = ".lock", ".config.json.tmp"
@@ -36,6 +37,8 @@ _PACKAGES = ("jaxrl_llm", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-che
 
 class RunFolder:
     """The folder of one run, locked against a second live process. Make it with `open`.
+
+    Of several processes that train together the first one holds the lock and writes.
 
     Attributes:
         path: the folder.
@@ -61,24 +64,22 @@ class RunFolder:
         Raises:
             ConfigError: the folder holds a run of another config, or no run; another process
                 writes it; it cannot be made or written. Nothing in it has changed then.
+                Or not all processes of the run see it.
         """
-        path = Path(path)
+        path, lock = Path(path), -1
         config = json.loads(json.dumps(config, default=str))
-        try:
-            _refuse_foreign(path)
-            path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
-            try:
-                _lock_or_refuse(lock, path)
-                is_resumed = _settle_config(path, config, free)
-            except BaseException:
-                os.close(lock)
-                raise
-        except OSError as error:
+
+        def claim() -> bool:
+            nonlocal lock
+            lock, is_resumed = _claim(path, config, free)
+            return is_resumed
+
+        is_resumed = agree(claim)
+        if any_process(not (path / "config.json").exists()):
             raise ConfigError(
-                f"cannot write a run to {path} ({error.strerror}); expected a folder that can be "
-                "made and written: choose another with --name"
-            ) from error
+                f"not all processes see {path.absolute()}, which the first one has made; expected "
+                "a folder that all hosts share: choose another with --run.root"
+            )
         return cls(path, lock, is_resumed=is_resumed)
 
     @property
@@ -116,6 +117,25 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _claim(path: Path, config: Any, free: frozenset[str]) -> tuple[int, bool]:
+    """Lock the folder and settle its config: (the lock, whether it held this run before)."""
+    try:
+        _refuse_foreign(path)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            _lock_or_refuse(lock, path)
+            return lock, _settle_config(path, config, free)
+        except BaseException:
+            os.close(lock)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write a run to {path} ({error.strerror}); expected a folder that can be "
+            "made and written: choose another with --name"
+        ) from error
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -205,9 +225,14 @@ class MetricsLog:
         step: the step resumed from. Later rows are removed, in the files and on TensorBoard, and
             half-written lines with them: the resumed run writes them again. −1 for a run that
             starts from the beginning.
+
+    Of several processes only the first one writes.
     """
 
     def __init__(self, folder: RunFolder, step: int):
+        self._is_writing = is_first()
+        if not self._is_writing:
+            return
         paths = (folder.metrics, folder.timing, folder.samples)
         for path in paths:
             _truncate(path, step)
@@ -229,6 +254,8 @@ class MetricsLog:
             metrics: tag → value, decided by config and seed alone.
             timing: tag → value, decided by the clock.
         """
+        if not self._is_writing:
+            return
         metrics, timing = _plain(metrics), _plain(timing or {})
         _append(self._metrics, [{"step": step} | metrics])
         if timing:
@@ -241,7 +268,8 @@ class MetricsLog:
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Log transcripts: each row is a JSON-able mapping, kept in its own order of keys."""
-        _append(self._samples, [{"step": step} | _json_safe(row) for row in rows])
+        if self._is_writing:
+            _append(self._samples, [{"step": step} | _json_safe(row) for row in rows])
 
     def _write_event(self, event: Event) -> None:
         self._events.write_event(event)
@@ -249,12 +277,14 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Return when all rows are on the disk. Call it before saving a checkpoint."""
-        for file in (self._metrics, self._timing, self._samples):
-            os.fsync(file.fileno())
+        if self._is_writing:
+            for file in (self._metrics, self._timing, self._samples):
+                os.fsync(file.fileno())
 
     def close(self) -> None:
-        for file in (self._metrics, self._timing, self._samples, self._events):
-            file.close()
+        if self._is_writing:
+            for file in (self._metrics, self._timing, self._samples, self._events):
+                file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -312,8 +342,12 @@ def _json_safe(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that the file is the old one or the new one at every moment."""
-    _write_atomic(path, json.dumps(_json_safe(value), indent=2, allow_nan=False) + "\n")
+    """Write JSON so that the file is the old one or the new one at every moment.
+
+    Of several processes only the first one writes.
+    """
+    if is_first():
+        _write_atomic(path, json.dumps(_json_safe(value), indent=2, allow_nan=False) + "\n")
 
 
 def write_summary(folder: RunFolder, summary: Mapping[str, Any]) -> None:
@@ -346,6 +380,7 @@ def provenance() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "device": devices[0].device_kind,
         "devices": len(devices),
+        "processes": jax.process_count(),
         "command": list(sys.orig_argv),
         "start": datetime.now(UTC).isoformat(timespec="seconds"),
     }

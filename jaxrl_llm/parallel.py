@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree
 
+from jaxrl_llm.distributed import put
 from jaxrl_llm.types import ConfigError
 
 AXES = ("data", "fsdp", "tensor")
@@ -148,16 +149,6 @@ def shardings(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree_util.tree_map_with_path(one, tree)
 
 
-def place_on(mesh: Mesh) -> Callable[[tuple[str, ...], np.ndarray], jax.Array]:
-    """For `hf.load_pretrained` and `load_gguf`: each tensor goes to its devices as it is read."""
-
-    def place(path: tuple[str, ...], array: np.ndarray) -> jax.Array:
-        sharding = NamedSharding(mesh, spec("/".join(path), array.shape, mesh))
-        return jax.device_put(array, sharding)
-
-    return place
-
-
 # Within a step.
 
 
@@ -250,6 +241,11 @@ class Layout:
         types = (AxisType.Auto,) * len(AXES)  # Linen's modules know no explicit ones
         return jax.make_mesh(shape, AXES, axis_types=types, devices=self.devices)
 
+    @property
+    def _everywhere(self) -> NamedSharding | None:
+        """Of results that every device of the mesh is to have whole."""
+        return None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
     def _ambient(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
@@ -257,7 +253,23 @@ class Layout:
         """Parameters or a state on their devices of the mesh; as they are without one."""
         if self.mesh is None:
             return tree
-        return jax.device_put(tree, shardings(tree, self.mesh))
+        return put(tree, shardings(tree, self.mesh))
+
+    def outline(self, shapes: PyTree) -> PyTree:
+        """Shapes of parameters or of a state, with where each is to lie on the mesh."""
+        if self.mesh is None:
+            return shapes
+
+        def one(x, sharding):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return jax.tree.map(one, shapes, shardings(shapes, self.mesh))
+
+    def place(self, path: tuple[str, ...], array: np.ndarray) -> jax.Array:
+        """For `Policy.from_pretrained`: each tensor goes to its devices as it is read."""
+        if self.mesh is None:
+            return jnp.array(array)  # a copy, which XLA may then overwrite
+        return put(array, NamedSharding(self.mesh, spec("/".join(path), array.shape, self.mesh)))
 
     def init(self, function: Callable[..., PyTree], *args: Any) -> PyTree:
         """function(*args), whose arrays are born on their devices of the mesh."""
@@ -286,6 +298,12 @@ class Layout:
             return tree
         return jax.tree.map(lambda x: x.addressable_shards[0].data[0], tree)
 
+    def one(x):
+            copies = [shard.data[0] for shard in x.addressable_shards]
+            return jax.make_array_from_single_device_arrays(x.shape[1:], sharding, copies)
+
+        return jax.tree.map(one, tree)
+
     def compile(self, function: Callable[..., Any], state: PyTree, *args: Any) -> Any:
         """A pure function of a state, and of more, compiled for these arguments."""
         if self.axis_name:
@@ -300,7 +318,7 @@ class Layout:
             return mapped.lower(state, *args).compile()
         places = None
         if self.mesh is not None:
-            places = jax.tree.map(lambda x: x.sharding, state), None
+            places = jax.tree.map(lambda x: x.sharding, state), self._everywhere
         with self._ambient():
             jitted = jax.jit(step, donate_argnums=0, out_shardings=places)
             return jitted.lower(state, *args).compile()
@@ -335,16 +353,18 @@ class Layout:
         return lambda params, key: sample(gather_params(params, dtype), key)
 
     def evaluate(self, rollout: Callable[..., Any]) -> Callable[..., Any]:
-        """A rollout compiled apart: (parameters of one device or of the mesh, key) -> all of it."""
+        """A rollout compiled apart: (parameters of one device or of the mesh, key) -> all of it.
+
+        Every device, and so every process, gets all of it.
+        """
         if self.axis_name:
-            mapped = jax.pmap(rollout, DEVICES, devices=self.devices, in_axes=(None, 0))
 
             def joined(params, key):
-                parts = mapped(params, self.replicate(key))
-                return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
+                return jax.lax.all_gather(rollout(params, key), DEVICES, tiled=True)
 
-            return joined
-        jitted = jax.jit(rollout)
+            mapped = jax.pmap(joined, DEVICES, devices=self.devices, in_axes=(None, 0))
+            return lambda params, key: self.first(mapped(params, self.replicate(key)))
+        jitted = jax.jit(rollout, out_shardings=self._everywhere)
 
         def call(params, key):
             with self._ambient():
@@ -358,6 +378,8 @@ class Layout:
         axes = " × ".join(f"{axis} {getattr(config, axis)}" for axis in AXES)
         axes = f"{DEVICES} {count}" if self.axis_name else axes
         kind = f"{count} {self.devices[0].device_kind} devices"
+        if jax.process_count() > 1:
+            kind += f" of {jax.process_count()} processes"
         size = sum(_bytes_per_device(x) for x in jax.tree.leaves(state))
         return f"{config.backend}: {axes} ({kind}); {size / 2**20:.1f} MiB of state on each"
 
@@ -375,6 +397,11 @@ def make_layout(
     """
     devices = jax.devices() if devices is None else devices
     resolved = config.resolved(len(devices))
+    if resolved.backend != "mesh" and jax.process_count() > 1:
+        raise ConfigError(
+            f"{config}: {resolved.backend} is for one process, and there are "
+            f"{jax.process_count()}; set backend=mesh"
+        )
     return SINGLE if resolved.backend == "jit" else Layout(resolved, tuple(devices))
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jaxrl_llm.distributed import agree, fetch
 from jaxrl_llm.hf_tokenizers import HFTokenizer
 from jaxrl_llm.models import hf, lora, peft
 from jaxrl_llm.models.gguf import load_gguf
 from jaxrl_llm.models.lora import LoRAConfig
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params, RopeScaling
 from jaxrl_llm.models.weights import WeightType
+from jaxrl_llm.parallel import SINGLE, Layout
 from jaxrl_llm.tokenizers import CharTokenizer, Tokenizer
 from jaxrl_llm.types import ConfigError
 
@@ -98,6 +100,7 @@ class Policy:
         *,
         dtype: WeightType = "float32",
         compute_dtype: WeightType | None = None,
+        layout: Layout = SINGLE,
         **overrides: Any,
     ) -> "Policy":
         """A policy that `save` wrote, or a model that others trained, with its tokenizer.
@@ -111,6 +114,8 @@ class Policy:
                 file; a name of `models.presets.PRESETS` or of the Hugging Face hub.
             dtype: of the weights.
             compute_dtype: of the computation; by default what policy.json says, or else `dtype`.
+            layout: of the devices; over a mesh (`parallel.make_layout`) each gets its part of every
+                weight as it is read, and none, and no host, all of them.
             overrides: further fields of `ModelConfig`, such as remat and scan_unroll.
 
         Raises:
@@ -123,7 +128,7 @@ class Policy:
             )
         folder = hf.resolve(name_or_folder)
         if (folder / _SETTINGS).is_file():
-            return _read_checkpoint(folder, dtype, compute_dtype, overrides)
+            return _read_checkpoint(folder, dtype, compute_dtype, layout, overrides)
         is_adapter = (folder / peft.CONFIG).is_file()
         if not (is_adapter or folder.suffix == ".gguf" or (folder / "config.json").is_file()):
             raise ConfigError(
@@ -133,9 +138,11 @@ class Policy:
         base = _base_of(folder) if is_adapter else name_or_folder
         path = hf.resolve(base)
         load = load_gguf if path.suffix == ".gguf" else hf.load_pretrained
-        model, params = load(path, dtype=dtype, compute_dtype=compute_dtype, **overrides)
+        model, params = load(
+            path, dtype=dtype, compute_dtype=compute_dtype, place=layout.place, **overrides
+        )
         if is_adapter:
-            params = peft.load_adapters(folder, params)
+            params = peft.load_adapters(folder, params, place=layout.place)
         has_tokenizer = (folder / "tokenizer.json").is_file()
         tokenizer = _read_tokenizer(folder if has_tokenizer else path, model.vocab_size)
         return cls(model, tokenizer, params, hf.origin(base))
@@ -147,18 +154,23 @@ class Policy:
         adapters, one of PEFT (`models.peft`), which names the `source`; without one it holds the
         weights that are adapted too, in `base`. With a built-in tokenizer it is `policy.json` and
         the parameters. What an earlier call wrote there is replaced once all is written; until it
-        is replaced entirely, the folder loads as nothing. Other files are left alone.
+        is replaced entirely, the folder loads as nothing. Other files are left alone. Of several
+        processes the first one writes, and all have to call this: weights that lie on the devices
+        of several are gathered.
 
         Raises:
             ConfigError: the tokenizer or the model is none that can be saved.
         """
+        whole = dataclasses.replace(self, params=fetch(self.params))
+        agree(lambda: whole._write(Path(folder).resolve()))
+
+    def _write(self, folder: Path) -> None:
         if isinstance(self.tokenizer, HFTokenizer):
             write = self._write_adapters if lora.has_adapters(self.params) else self._write_model
         elif isinstance(self.tokenizer, CharTokenizer):
             write = self._write_checkpoint
         else:
             raise ConfigError(f"cannot save a policy with a {type(self.tokenizer).__name__}")
-        folder = Path(folder).resolve()
         with _replacing(folder) as staging:
             write(staging, folder)
 
@@ -179,7 +191,10 @@ class Policy:
     def _write_checkpoint(self, staging: Path, folder: Path) -> None:
         del folder
         assert isinstance(self.tokenizer, CharTokenizer)
-        with ocp.StandardCheckpointer() as checkpointer:
+        alone = ocp.options.MultiprocessingOptions(
+            active_processes={0}, barrier_sync_key_prefix="policy"
+        )
+        with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
             checkpointer.save(staging / "params", self.params)
         settings: dict[str, Any] = {
             "model": dataclasses.asdict(self.model.config),
@@ -195,6 +210,7 @@ def _read_checkpoint(
     folder: Path,
     dtype: WeightType,
     compute_dtype: WeightType | None,
+    layout: Layout,
     overrides: dict[str, Any],
 ) -> Policy:
     settings = json.loads((folder / _SETTINGS).read_text())
@@ -214,7 +230,7 @@ def _read_checkpoint(
         config = LoRAConfig(**adapters | {"targets": tuple(adapters["targets"])})
         return lora.add_adapters(params, config, key)
 
-    target = jax.eval_shape(fresh, jax.random.key(0))
+    target = layout.outline(jax.eval_shape(fresh, jax.random.key(0)))
     with ocp.StandardCheckpointer() as checkpointer:
         params = checkpointer.restore(folder.absolute() / "params", target)
     return Policy(model, tokenizer, params)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from jaxrl_llm.distributed import fetch, is_first
 from jaxrl_llm.evaluation import EvalConfig, make_evaluate
 from jaxrl_llm.logging import RunFolder
 from jaxrl_llm.losses.config import AlgorithmConfig
@@ -186,7 +188,8 @@ class RLTrainer:
             trained = self.policy.with_params(result.params)
             if result.is_complete:
                 seconds = time.perf_counter() - started
-                summarize(self.name, folder, result, seconds, sizes)
+                if is_first():
+                    summarize(self.name, folder, result, seconds, sizes)
                 trained.save(folder.path / "policy")
             else:
                 print(
@@ -282,8 +285,8 @@ def check_tokenizer(tokenizer: Tokenizer, policy: Policy) -> None:
 def digest(params: Params) -> str:
     """Of the weights that a run starts from."""
     hashed = hashlib.sha256()
-    for leaf in jax.tree.leaves(jax.device_get(params)):
-        hashed.update(leaf.tobytes())
+    for leaf in jax.tree.leaves(params):
+        hashed.update(np.asarray(fetch(leaf)).tobytes())
     return hashed.hexdigest()[:16]
 
 

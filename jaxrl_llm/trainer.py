@@ -12,6 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.distributed import any_process, is_first, wait_for_all
 from jaxrl_llm.logging import Interrupt, MetricsLog, RunFolder, read_rows
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.parallel import SINGLE, Layout
@@ -84,7 +85,8 @@ def train(
 
     Metrics of iteration i are row i + 1 (after i + 1 iterations); evaluations join the row they
     were made at, the first one row 0. Checkpoints are written after the rows they belong to, so a
-    killed run resumes without a gap and without a repetition. SIGINT and SIGTERM save first.
+    killed run resumes without a gap and without a repetition. SIGINT and SIGTERM save first, all
+    processes of the run when one of them gets it.
 
     Args:
         folder: the run's folder.
@@ -154,7 +156,7 @@ def train(
         if restored is not None:
             state = restored.state
         done = int(state.iteration)
-        if layout is not SINGLE:
+        if layout is not SINGLE and is_first():
             tqdm.write(layout.describe(attach(state, frozen)))
         state, frozen = layout.replicate((state, frozen))
         with MetricsLog(folder, done if restored is not None else -1) as log:
@@ -164,8 +166,10 @@ def train(
                 log.write(0, measured.metrics, timer.take())
                 log.write_samples(0, measured.samples)
             figures: dict[str, str] = {}
-            bar = tqdm(total=total, initial=done, disable=run.quiet, unit="it", leave=False)
-            while done < total and not interrupt.requested:
+            hidden = run.quiet or not is_first()
+            bar = tqdm(total=total, initial=done, disable=hidden, unit="it", leave=False)
+            is_stopped = any_process(interrupt.requested)
+            while done < total and not is_stopped:
                 length = min(per_call, total - done)
                 call = compiled(length, state)
                 with timer("train"):
@@ -188,12 +192,14 @@ def train(
                     log.write_samples(done, measured.samples)
                 for i, row in enumerate(rows, start=before + 1):
                     log.write(i, row, timing | (timer.take() | staged if i == done else {}))
-                if checkpoints.is_due(done) or done == total or interrupt.requested:
+                is_stopped = any_process(interrupt.requested)
+                if checkpoints.is_due(done) or done == total or is_stopped:
                     with timer("checkpoint"):
                         log.sync()
                         checkpoints.save(done, layout.first(state))
                 show(bar, figures, rows, shown, timing)
             bar.close()
+    wait_for_all("history")
     return RunResult(
         params=params(state),
         history=read_rows(folder.metrics),

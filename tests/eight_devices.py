@@ -25,7 +25,6 @@ from jaxrl_llm.parallel import (
     Layout,
     ParallelConfig,
     make_layout,
-    place_on,
     shard_rows,
     shardings,
 )
@@ -370,7 +369,7 @@ def test_weights_are_drawn_in_parts_and_the_same(tmp_path):
     kernel = params["blocks"]["down"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 28, 12)
     # A file's tensors have no axis of layers.
-    placed = place_on(on.mesh)(("blocks", "down", "kernel"), np.ones((56, 24), np.float32))
+    placed = on.place(("blocks", "down", "kernel"), np.ones((56, 24), np.float32))
     assert placed.sharding.shard_shape(placed.shape) == (28, 12)
 
 

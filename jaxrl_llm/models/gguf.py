@@ -16,6 +16,7 @@ from jaxrl_llm.models.transformer import (
     rotary_frequencies,
 )
 from jaxrl_llm.models.weights import Place, Tensor, WeightType
+from jaxrl_llm.parallel import SINGLE
 from jaxrl_llm.types import ConfigError
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -54,7 +55,7 @@ def load_gguf(
     *,
     dtype: WeightType = "float32",
     compute_dtype: WeightType | None = None,
-    place: Place = weights.place_on_default_device,
+    place: Place = SINGLE.place,
     **overrides: Any,
 ) -> tuple[LanguageModel, Params]:
     """A model and its parameters, from one GGUF file.

@@ -22,6 +22,7 @@ from jaxrl_llm.models.safetensors_files import (
 )
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig, Params, RopeScaling
 from jaxrl_llm.models.weights import Place, Tensor, WeightType
+from jaxrl_llm.parallel import SINGLE
 from jaxrl_llm.tokenizers import Tokenizer
 from jaxrl_llm.types import ConfigError
 
@@ -129,7 +130,7 @@ def load_pretrained(
     *,
     dtype: WeightType = "float32",
     compute_dtype: WeightType | None = None,
-    place: Place = weights.place_on_default_device,
+    place: Place = SINGLE.place,
     **overrides: Any,
 ) -> tuple[LanguageModel, Params]:
     """A model and its parameters, from config.json and safetensors, one file or shards.

@@ -14,6 +14,7 @@ from jaxrl_llm.models.lora import LoRAConfig
 from jaxrl_llm.models.safetensors_files import first_line, read_tensors, write_json, write_tensors
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.models.weights import Place, Slot
+from jaxrl_llm.parallel import SINGLE
 from jaxrl_llm.types import ConfigError
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -50,9 +51,7 @@ def base_of(folder: Path) -> str:
     return name
 
 
-def load_adapters(
-    folder: Path, params: Params, *, place: Place = weights.place_on_default_device
-) -> Params:
+def load_adapters(folder: Path, params: Params, *, place: Place = SINGLE.place) -> Params:
     """The parameters with a folder's adapters, which are float32 whatever the weights are.
 
     Args:

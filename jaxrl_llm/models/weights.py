@@ -39,12 +39,6 @@ class Slot(NamedTuple):
     transposed: bool  # [out, in] there, [in, out] here
 
 
-def place_on_default_device(path: Path, array: np.ndarray) -> jax.Array:
-    """A copy, which XLA may then overwrite."""
-    del path
-    return jnp.array(array)
-
-
 def check_size(value: Any, name: str) -> None:
     """Refuse what is not a positive integer.
 
