@@ -298,12 +298,6 @@ class Layout:
             return tree
         return jax.tree.map(lambda x: x.addressable_shards[0].data[0], tree)
 
-    def one(x):
-            copies = [shard.data[0] for shard in x.addressable_shards]
-            return jax.make_array_from_single_device_arrays(x.shape[1:], sharding, copies)
-
-        return jax.tree.map(one, tree)
-
     def compile(self, function: Callable[..., Any], state: PyTree, *args: Any) -> Any:
         """A pure function of a state, and of more, compiled for these arguments."""
         if self.axis_name:
