@@ -16,6 +16,7 @@ import os
 import runpy
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
@@ -146,7 +147,9 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
     """Arrays on their devices. Each process gives all values, and keeps those of its devices."""
 
     def one(x, sharding):
-        if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
+        if getattr(sharding, "is_fully_addressable", True) or not getattr(
+            x, "is_fully_addressable", True
+        ):
             return jax.device_put(x, sharding)
         if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = one(jax.random.key_data(x), sharding)
@@ -169,7 +172,7 @@ def fetch(tree: PyTree) -> PyTree:
 
 
 def main() -> None:
-    """Join, and run a module as `python -m` would."""
+    """Join, and run a module as `python -m` would; when one process fails, all soon end."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.distributed",
         description="Run a module in each of several processes that train together.",
@@ -191,7 +194,18 @@ def main() -> None:
     if not is_first():
         sys.stdout = open(os.devnull, "w")
     sys.argv = [chosen.module, *chosen.arguments]
-    runpy.run_module(chosen.module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(chosen.module, run_name="__main__", alter_sys=True)
+    except Exception as error:
+        traceback.print_exc()
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            print(
+                "error: lost another process, or a device; start all processes again by the same "
+                "line to go on from the newest checkpoint",
+                file=sys.stderr,
+            )
+        sys.stderr.flush()
+        os._exit(1)  # rather than wait for the others
 
 
 def _end(error: ConfigError) -> NoReturn:

@@ -256,14 +256,16 @@ class Layout:
         return put(tree, shardings(tree, self.mesh))
 
     def outline(self, shapes: PyTree) -> PyTree:
-        """Shapes of parameters or of a state, with where each is to lie on the mesh."""
-        if self.mesh is None:
-            return shapes
+        """Shapes of parameters or of a state, with where each is to lie."""
+        single = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        places = jax.tree.map(lambda _: single, shapes)
+        if self.mesh is not None:
+            places = shardings(shapes, self.mesh)
 
         def one(x, sharding):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        return jax.tree.map(one, shapes, shardings(shapes, self.mesh))
+        return jax.tree.map(one, shapes, places)
 
     def place(self, path: tuple[str, ...], array: np.ndarray) -> jax.Array:
         """For `Policy.from_pretrained`: each tensor goes to its devices as it is read."""

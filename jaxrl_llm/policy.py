@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl_llm.distributed import agree, fetch
@@ -195,7 +196,7 @@ class Policy:
             active_processes={0}, barrier_sync_key_prefix="policy"
         )
         with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
-            checkpointer.save(staging / "params", self.params)
+            checkpointer.save(staging / "params", jax.tree.map(np.asarray, self.params))
         settings: dict[str, Any] = {
             "model": dataclasses.asdict(self.model.config),
             "alphabet": self.tokenizer.alphabet,

@@ -395,31 +395,32 @@ def saved(tmp_path_factory):
     return folder, state
 
 
-def test_a_run_goes_on_with_another_backend_as_if_it_had_stayed(tmp_path):
-    """Supervised training: two steps under pmap, and two over a mesh."""
+def supervised(path, name: str, total: int):
+    """Supervised training of adapters up to a step, from where the folder's run stands."""
     completions = RAGGED.completions
     examples = Examples(RAGGED.prompts, completions.tokens, completions.loss_mask)
     config = SFTConfig(steps=4, batch=8, examples=B)
     optimizer = make_optimizer(config.optimizer, config.steps)
     policy = lora.add_adapters(PARAMS, lora.LoRAConfig(rank=2), jax.random.key(1))
+    on = layout(name)
+    with RunFolder.open(path, {}) as folder:
+        return train(
+            folder,
+            init_state(jax.tree.map(jnp.copy, on.shard(policy)), optimizer, jax.random.key(2)),
+            lambda: make_sft_step(MODEL, examples, optimizer, config, axis_name=on.axis_name),
+            run=RunConfig(quiet=True),
+            total=total,
+            per_call=2,
+            tokens_metric="sft/tokens",
+            layout=on,
+        )
 
-    def go(path, name, total):
-        on = layout(name)
-        with RunFolder.open(path, {}) as folder:
-            return train(
-                folder,
-                init_state(jax.tree.map(jnp.copy, on.shard(policy)), optimizer, jax.random.key(2)),
-                lambda: make_sft_step(MODEL, examples, optimizer, config, axis_name=on.axis_name),
-                run=RunConfig(quiet=True),
-                total=total,
-                per_call=2,
-                tokens_metric="sft/tokens",
-                layout=on,
-            )
 
-    whole = go(tmp_path / "whole", "jit", 4)
-    go(tmp_path / "parts", "pmap-8", 2)
-    parts = go(tmp_path / "parts", "2x2x2", 4)
+def test_a_run_goes_on_with_another_backend_as_if_it_had_stayed(tmp_path):
+    """Two steps under pmap, and two over a mesh."""
+    whole = supervised(tmp_path / "whole", "jit", 4)
+    supervised(tmp_path / "parts", "pmap-8", 2)
+    parts = supervised(tmp_path / "parts", "2x2x2", 4)
     assert [row["step"] for row in parts.history] == [row["step"] for row in whole.history]
     for found, expected in zip(parts.history, whole.history, strict=True):
         chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
