@@ -318,6 +318,7 @@ COLUMNS = (
     ("bandwidth %", "bandwidth_used", "{:.1f}", 100),
     ("compile s", "compile_seconds", "{:.1f}", 1),
     ("peak MiB", "peak_bytes", "{:,.0f}", 2**-20),
+    ("resident MiB", "resident_peak_bytes", "{:,.0f}", 2**-20),
 )
 
 
