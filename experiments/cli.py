@@ -31,7 +31,8 @@ def run(config_type: type[C], main: Callable[[C], object], description: str | No
             config_type, default=defaults(config_type), description=paragraphs, config=settings
         )
         use_compilation_cache()
-        finished = main(config)
+        with jax.default_matmul_precision(getattr(config, "matmul_precision", None)):
+            finished = main(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

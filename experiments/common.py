@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jaxtyping import Array, Key
@@ -110,6 +110,9 @@ class ExperimentConfig:
     compiled or allocated."""
     parallel: ParallelConfig = ParallelConfig()
     """Devices that the work is spread over."""
+    matmul_precision: Literal["high", "highest"] | None = None
+    """Of float32 matmuls on GPUs and TPUs: by default their fastest, which round to TF32 or
+    bfloat16; highest is float32 throughout."""
     smoke: bool = False
     """Tiny sizes, to see in seconds that everything works; the run is called smoke."""
 
@@ -132,7 +135,9 @@ class ExperimentConfig:
         """Everything that decides the warm start, and nothing else: its hash names its folder."""
         parts = {"network": self.network, "lora": self.lora, "sft": self.sft}
         described = {name: dataclasses.asdict(part) for name, part in parts.items()}
-        return described | {"seed": self.sft_seed}
+        precision = self.matmul_precision
+        numerics = {"matmul_precision": precision} if precision else {}
+        return described | {"seed": self.sft_seed} | numerics
 
     def resolved(self):
         """The config to run: with `paper` the published algorithm, with `smoke` tiny sizes."""

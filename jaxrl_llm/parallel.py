@@ -109,8 +109,8 @@ class ParallelConfig:
         """Raises ConfigError unless every device gets equally many whole groups."""
         if rows % self.batch_parts:
             raise ConfigError(
-                f"data={self.data} × fsdp={self.fsdp} devices share the {rows} {what}: make them "
-                f"a multiple of {self.batch_parts}"
+                f"data={self.data} × fsdp={self.fsdp} devices share the {rows} {what}, and groups "
+                f"stay whole: make them a multiple of {self.batch_parts}"
             )
 
     def check_heads(self, heads: int, kv_heads: int) -> None:

@@ -23,13 +23,15 @@ from jaxrl_llm.types import ConfigError
 TESTS = Path(__file__).parent
 
 
-def start(devices: int, *line: object):
+def start(devices: int, *line: object, **environment: object):
     """A process with so many devices."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     paths = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     return subprocess.Popen(
         [sys.executable, "-m", "jaxrl_llm.distributed", *map(str, line)],
-        env=os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": paths},
+        env=os.environ
+        | {"XLA_FLAGS": flags, "PYTHONPATH": paths}
+        | {name: str(value) for name, value in environment.items()},
         cwd=TESTS.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -38,12 +40,24 @@ def start(devices: int, *line: object):
 
 
 def start_two(*line: object):
-    """Two processes with four devices each."""
+    """Two processes with four devices each, which are told where they are."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     common = "--coordinator", address, "--processes", 2, "--timeout", 120, "--process-id"
     return [start(4, *common, i, *line) for i in (0, 1)]
+
+
+def start_two_under_slurm(*line: object):
+    """Two processes with four devices each, in the environment that srun makes."""
+    common = {
+        "SLURM_JOB_ID": os.getpid(),  # JAX makes a port of it
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_NODES": 1,
+        "SLURM_NTASKS": 2,
+        "SLURM_LOCALID": 0,
+    }
+    return [start(4, "--timeout", 120, *line, **common, SLURM_PROCID=i) for i in (0, 1)]
 
 
 def finish(*processes: subprocess.Popen) -> list[str]:
@@ -77,20 +91,18 @@ def test_a_run_whose_process_was_killed_goes_on_to_the_same_bytes(tmp_path):
     """The documented command; the other process ends too, and both are started again."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
 
-    def go(root):
-        smoke = "experiments.grpo_countdown", "--smoke", "--parallel.fsdp", 2, "--run.root"
-        return start_two(*smoke, root)
-
-    finish(*go(straight))
-    processes = go(killed)
+    smoke = "experiments.grpo_countdown", "--smoke", "--parallel.fsdp", 2, "--run.root"
+    finish(*start_two_under_slurm(*smoke, straight))
+    processes = start_two(*smoke, killed)
     folder = killed / "grpo_countdown" / "smoke"
     while not (folder / "checkpoints" / "2").is_dir():
         time.sleep(0.05)
         assert all(process.poll() is None for process in processes)
     processes[1].send_signal(signal.SIGKILL)
+    processes[1].communicate()
     printed = processes[0].communicate(timeout=200)[0]
     assert processes[0].returncode == 1 and "start all processes again" in printed
-    finish(*go(killed))
+    finish(*start_two(*smoke, killed))
     expected = straight / "grpo_countdown" / "smoke"
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert (folder / name).read_bytes() == (expected / name).read_bytes()

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from experiments import cli, compare_algorithms
@@ -33,6 +35,22 @@ def invoke(monkeypatch, arm, *arguments):
     with pytest.raises(SystemExit) as stopped:
         cli.run(module.Config, module.main, module.__doc__)
     return stopped.value.code
+
+
+def test_matmul_precision_is_that_of_every_matmul_of_a_run(monkeypatch):
+    found = {}
+
+    def main(config):
+        x = jnp.ones((3, 3))
+        program = jax.jit(lambda x: x @ x).lower(x).as_text()
+        found[config.matmul_precision] = "HIGHEST" in program
+
+    monkeypatch.setattr(cli, "use_compilation_cache", lambda: None)
+    for arguments in ([], ["--matmul-precision", "highest"]):
+        monkeypatch.setattr(sys, "argv", ["grpo_countdown", *arguments])
+        with pytest.raises(SystemExit):
+            cli.run(experiment("grpo").Config, main, "")
+    assert found == {None: False, "highest": True}
 
 
 @pytest.mark.parametrize(
