@@ -77,6 +77,15 @@ class Config:
                 raise ConfigError(f"{field}={getattr(self, field)}: expected at least 1")
         if self.group_size < 2:
             raise ConfigError(f"group_size={self.group_size}: GRPO compares at least 2")
+        if not self.peer_microbatches or min(self.peer_microbatches) < 1:
+            raise ConfigError(
+                f"peer_microbatches={self.peer_microbatches}: expected numbers of at least 1"
+            )
+        if self.peer is not None and self.network != self.comparable:
+            raise ConfigError(
+                "with --peer the network is a plain Llama: leave out qkv_bias, qk_norm, "
+                "rope_scaling and remat"
+            )
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(f"name={self.name!r}: expected a plain folder name, such as long")
         self.train  # noqa: B018  (refuses microbatches that do not divide the prompts)
@@ -86,6 +95,12 @@ class Config:
         return TrainConfig(
             prompts=self.prompts, group_size=self.group_size, microbatches=self.microbatches
         )
+
+    @property
+    def comparable(self) -> ModelConfig:
+        """The network as peers can have it too."""
+        plain = dict(qkv_bias=False, qk_norm=False, rope_scaling=None, remat=False)
+        return dataclasses.replace(self.network, **plain)
 
     @property
     def workload(self) -> Workload:
@@ -166,12 +181,13 @@ class Bench:
 
     def phases(self) -> dict[str, Program]:
         """Every part of the iteration alone; the rollout includes the prefill."""
-        rollout = Program("rollout", self.rollout, self.params, jax.random.key(1))
+        state = self.state()
+        key = jax.random.split(jax.random.fold_in(state.key, 0), 3)[0]  # the first iteration's
+        rollout = Program("rollout", self.rollout, self.params, key)
         rolled = rollout.run()
         prompts, completions = rolled.prompts, rolled.completions
         batch = Batch(prompts, completions, old_logp_t=completions.logprobs)
         batch = self.algorithm.advantages(batch, rolled.rewards, jnp.float32(0), None)
-        state = self.state()
 
         def objective(trained, part):
             scores = score(trained.policy, self.model, part.prompts, part.completions)

@@ -26,11 +26,11 @@ class Peak(NamedTuple):
     bandwidth: float  # bytes/s of its memory
 
 
-# By the beginning of `device_kind`, the longest that fits; of one JAX device, which is one core of
-# a TPU v2 or v3 and one chip of the later ones.
+# By the first words of `device_kind`, as many as fit; of one JAX device, which is one core of a
+# TPU v2 or v3 and one chip of the later ones.
 PEAKS = {
     "NVIDIA A100": Peak(312e12, 1.555e12),
-    "NVIDIA A100-SXM4-80GB": Peak(312e12, 2.039e12),
+    "NVIDIA A100 SXM4 80GB": Peak(312e12, 2.039e12),
     "NVIDIA A100 80GB PCIe": Peak(312e12, 1.935e12),
     "NVIDIA B200": Peak(2250e12, 8.0e12),
     "NVIDIA H100": Peak(989e12, 3.35e12),
@@ -45,6 +45,7 @@ PEAKS = {
     "TPU v4": Peak(275e12, 1.228e12),
     "TPU v5 lite": Peak(197e12, 0.819e12),
     "TPU v5": Peak(459e12, 2.765e12),
+    "TPU v5p": Peak(459e12, 2.765e12),
     "TPU v6 lite": Peak(918e12, 1.64e12),
 }
 
@@ -55,7 +56,8 @@ def peak_of(device_kind: str) -> Peak | None:
     >>> peak_of("TPU v5 lite").flops / 1e12
     197.0
     """
-    fitting = [name for name in PEAKS if device_kind.startswith(name)]
+    words = device_kind.replace("-", " ") + " "
+    fitting = [name for name in PEAKS if words.startswith(name + " ")]
     return PEAKS[max(fitting, key=len)] if fitting else None
 
 
