@@ -38,6 +38,7 @@ PEERS = {
     "trl": PeerSpec(
         "TRL", ("torch==2.13.0", "trl==1.16.0", "transformers==5.24.0"), SCRIPTS / "trl_step.py"
     ),
+    "tunix": PeerSpec("Tunix", ("google-tunix==0.1.7",), SCRIPTS / "tunix_step.py"),
 }
 
 
