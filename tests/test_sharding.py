@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from jaxrl_llm.parallel import ParallelConfig
+from jaxrl_llm.parallel import ParallelConfig, make_layout
 from jaxrl_llm.types import ConfigError
 
 CLAIMS = Path(__file__).with_name("eight_devices.py")
@@ -63,6 +64,13 @@ def test_an_estimate_needs_no_devices():
 def test_axis_sizes_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         ParallelConfig(**settings).resolved(8)
+
+
+@pytest.mark.parametrize("backend", ["jit", "pmap"])
+def test_several_processes_need_a_mesh(monkeypatch, backend):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="there are 2; set backend=mesh"):
+        make_layout(ParallelConfig(backend=backend))
 
 
 def test_heads_and_prompts_that_do_not_come_apart_are_refused():
