@@ -127,9 +127,11 @@ class Checkpoints:
 
     def _finish(self, step: int, staging: Path, about: str) -> None:
         self._orbax.wait_until_finished()  # for all processes
+        if is_first():
+            self._complete(step, staging, about)
         self._saved.add(step)
-        if not is_first():
-            return
+
+    def _complete(self, step: int, staging: Path, about: str) -> None:
         (staging / _ABOUT).write_text(about)
         (staging / _DIGESTS).write_text(json.dumps(_digests(staging), indent=1))
         staging.rename(self.folder / str(step))
