@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import PyTree
@@ -151,7 +152,7 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
             x, "is_fully_addressable", True
         ):
             return jax.device_put(x, sharding)
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = one(jax.random.key_data(x), sharding)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         host = np.asarray(x)
