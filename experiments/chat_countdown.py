@@ -228,10 +228,13 @@ def numerics_of(network: ModelConfig) -> dict[str, Any]:
     Raises:
         ConfigError: more than that is set.
     """
-    chosen = {name: getattr(network, name) for name in ("dtype", "remat", "scan_unroll")}
+    chosen = {
+        name: getattr(network, name) for name in ("dtype", "attention", "remat", "scan_unroll")
+    }
     if network != ModelConfig(**chosen):
         raise ConfigError(
             "network: a pretrained model has its own shape; expected no more than network.dtype, "
+            "network.attention, "
             "network.remat and network.scan-unroll"
         )
     return chosen

@@ -1,4 +1,4 @@
-"""Which implementation computes attention: XLA, which shares prompts, or cuDNN, which is fused."""
+"""Attention over [shared prompt prefix | own completion]: XLA's, or cuDNN's, which is fused."""
 
 from typing import Any, Literal
 
@@ -9,6 +9,9 @@ from jaxtyping import Array, Bool, Float
 from jaxrl_llm.types import ConfigError, KeyValues
 
 Backend = Literal["auto", "xla", "cudnn"]
+
+# Finite, so that a row that may attend to nothing (padding) gets a uniform average, not NaN.
+MASKED_SCORE = -1e30
 
 
 def choose_backend(asked: Backend, dtype: str, head_size: int, device: Any) -> Backend:
@@ -39,6 +42,55 @@ def choose_backend(asked: Backend, dtype: str, head_size: int, device: Any) -> B
     return "xla"
 
 
+def attend(
+    queries: Float[Array, "B K R G S E"],
+    own: KeyValues,
+    own_mask: Bool[Array, "B G S U"],
+    prefix: KeyValues | None = None,
+    prefix_mask: Bool[Array, "B P"] | None = None,
+) -> Float[Array, "B K R G S E"]:
+    """Softmax attention over [shared prompt prefix | own completion].
+
+    The prefix is read once for the whole group: its scores are one matmul of all G·S queries with
+    the P keys. The two parts are normalised together without being concatenated.
+
+    Args:
+        queries: S queries of each completion, R to each key/value head.
+        own: the completion's keys and values, `[B, K, G, U, E]`.
+        own_mask: which of the U own positions each query may see.
+        prefix: the prompt's keys and values, `[B, K, P, E]`.
+        prefix_mask: which of the P prompt positions are real.
+    """
+    queries = queries * queries.shape[-1] ** -0.5
+    f32 = jnp.float32
+
+    def scores(equation, keys, mask):
+        raw = jnp.einsum(equation, queries, keys, preferred_element_type=f32)
+        return jnp.where(mask, raw, MASKED_SCORE)
+
+    parts = [
+        (scores("bkrgse,bkgue->bkrgsu", own.keys, own_mask[:, None, None]), own.values, "bkgue")
+    ]
+    if prefix is not None:
+        assert prefix_mask is not None
+        mask = prefix_mask[:, None, None, None, None]
+        parts.append((scores("bkrgse,bkue->bkrgsu", prefix.keys, mask), prefix.values, "bkue"))
+    top = jax.lax.stop_gradient(
+        jnp.stack([part.max(-1, keepdims=True) for part, _, _ in parts]).max(0)
+    )
+    numerator, denominator = jnp.float32(0), jnp.float32(0)
+    for part, values, axes in parts:
+        weights = jnp.exp(part - top)
+        denominator += weights.sum(-1, keepdims=True)
+        numerator += jnp.einsum(
+            f"bkrgsu,{axes}->bkrgse",
+            weights.astype(values.dtype),
+            values,
+            preferred_element_type=f32,
+        )
+    return (numerator / denominator).astype(queries.dtype)
+
+
 def fused_attend(
     queries: Float[Array, "B K R G S E"],
     own: KeyValues,
@@ -48,7 +100,7 @@ def fused_attend(
     *,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> Float[Array, "B K R G S E"]:
-    """`transformer.attend` as one call of `jax.nn.dot_product_attention`.
+    """`attend` as one call of `jax.nn.dot_product_attention`.
 
     Scores are never in memory, but the prompt's keys and values are, once for each completion.
     Queries and keys are padded to even numbers, which cuDNN's backward pass wants.

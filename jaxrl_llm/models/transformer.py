@@ -7,7 +7,7 @@ grouped-query attention and SwiGLU, with the options that Llama, Qwen2 and Qwen3
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
@@ -16,14 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.attention import Backend, attend, choose_backend, fused_attend
 from jaxrl_llm.parallel import gather_weight
 from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
 
 Params = Any  # a pytree of weights: float32 master weights, or frozen ones of bfloat16
-
-# Finite, so that a row that may attend to nothing (padding) gets a uniform average, not NaN.
-MASKED_SCORE = -1e30
-
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
@@ -90,6 +87,9 @@ class ModelConfig:
     """RMSNorm on queries and keys per head (Qwen3)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matmuls; weights keep theirs."""
+    attention: Backend = "auto"
+    """xla shares prompts within groups; cudnn is fused, for bfloat16 on NVIDIA GPUs; auto: cudnn
+    where it can be, but for sampling."""
     remat: bool = False
     """Recompute each layer in the backward pass instead of keeping its activations."""
     scan_unroll: int = 1
@@ -119,55 +119,6 @@ class ModelConfig:
     @property
     def mlp_size(self) -> int:
         return self.mlp_width or 3 * self.width
-
-
-def attend(
-    queries: Float[Array, "B K R G S E"],
-    own: KeyValues,
-    own_mask: Bool[Array, "B G S U"],
-    prefix: KeyValues | None = None,
-    prefix_mask: Bool[Array, "B P"] | None = None,
-) -> Float[Array, "B K R G S E"]:
-    """Softmax attention over [shared prompt prefix | own completion].
-
-    The prefix is read once for the whole group: its scores are one matmul of all G·S queries with
-    the P keys. The two parts are normalised together without being concatenated.
-
-    Args:
-        queries: S queries of each completion, R to each key/value head.
-        own: the completion's keys and values, `[B, K, G, U, E]`.
-        own_mask: which of the U own positions each query may see.
-        prefix: the prompt's keys and values, `[B, K, P, E]`.
-        prefix_mask: which of the P prompt positions are real.
-    """
-    queries = queries * queries.shape[-1] ** -0.5
-    f32 = jnp.float32
-
-    def scores(equation, keys, mask):
-        raw = jnp.einsum(equation, queries, keys, preferred_element_type=f32)
-        return jnp.where(mask, raw, MASKED_SCORE)
-
-    parts = [
-        (scores("bkrgse,bkgue->bkrgsu", own.keys, own_mask[:, None, None]), own.values, "bkgue")
-    ]
-    if prefix is not None:
-        assert prefix_mask is not None
-        mask = prefix_mask[:, None, None, None, None]
-        parts.append((scores("bkrgse,bkue->bkrgsu", prefix.keys, mask), prefix.values, "bkue"))
-    top = jax.lax.stop_gradient(
-        jnp.stack([part.max(-1, keepdims=True) for part, _, _ in parts]).max(0)
-    )
-    numerator, denominator = jnp.float32(0), jnp.float32(0)
-    for part, values, axes in parts:
-        weights = jnp.exp(part - top)
-        denominator += weights.sum(-1, keepdims=True)
-        numerator += jnp.einsum(
-            f"bkrgsu,{axes}->bkrgse",
-            weights.astype(values.dtype),
-            values,
-            preferred_element_type=f32,
-        )
-    return (numerator / denominator).astype(queries.dtype)
 
 
 class Rotation(NamedTuple):
@@ -276,7 +227,10 @@ class Block(nn.Module):
                 cache,
                 own,
             )
-        mixed = attend(queries, own, context.own_mask, prefix, context.prefix_mask)
+        attention = attend
+        if queries.shape[-2] > 1 and self.backend() == "cudnn":
+            attention = fused_attend
+        mixed = attention(queries, own, context.own_mask, prefix, context.prefix_mask)
         b, _, _, g, s, _ = mixed.shape
         mixed = mixed.transpose(0, 3, 4, 1, 2, 5).reshape(b, g, s, -1)
         x += Linear(config.width, init_scale=out_scale, name="out")(mixed)
@@ -286,6 +240,10 @@ class Block(nn.Module):
         up = Linear(config.mlp_size, name="up")(normed)
         x += Linear(config.width, init_scale=out_scale, name="down")(nn.silu(gate) * up)
         return x, own
+
+    def backend(self) -> Backend:
+        config, device = self.config, jax.local_devices()[0]
+        return choose_backend(config.attention, config.dtype, config.head_size, device)
 
     def project(self, x, by):
         """Rotated queries `[B,K,R,G,S,E]` and own keys and values `[B,K,G,S,E]`."""
@@ -367,6 +325,8 @@ class LanguageModel:
         self.config, self.vocab_size = config, vocab_size
         self.module = Transformer(config, vocab_size)
         self.block = Block(config)
+        if config.attention == "cudnn":
+            self.block.backend()  # refuses where it cannot be
 
     def init(self, key: Array) -> Params:
         """Fresh float32 parameters: normal(0.02), residual outputs scaled by 1/√(2L)."""
@@ -433,10 +393,11 @@ class LanguageModel:
             return jnp.zeros(embeddings.shape, jnp.float32)
         _, prefix = self.prefill(params, prompts)
         context = self.completion_context(prompts, completions)
+        # Fused attention has no forward-mode derivative.
+        module = Transformer(replace(self.config, attention="xla"), self.vocab_size)
 
         def hidden(x):
-            apply = self.module.apply
-            return apply({"params": params}, x, prefix, context, method="backbone")[0]
+            return module.apply({"params": params}, x, prefix, context, method="backbone")[0]
 
         _, tangent = jax.jvp(hidden, (embeddings[:, :, :-1],), (direction[:, :, :-1],))
         return jnp.pad(tangent.astype(jnp.float32), ((0, 0), (0, 0), (1, 0), (0, 0)))

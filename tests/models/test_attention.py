@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.models.attention import choose_backend, fused_attend
-from jaxrl_llm.models.transformer import attend
-from jaxrl_llm.types import ConfigError, KeyValues
+from jaxrl_llm.models import transformer
+from jaxrl_llm.models.attention import attend, choose_backend, fused_attend
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
+from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
 
 B, K, R, G, E = 2, 2, 3, 4, 8
 
@@ -80,3 +81,41 @@ def test_cudnn_takes_these_shapes_forward_and_backward(monkeypatch):
     gradient = jax.jit(jax.grad(total, (0, 1, 2))).trace(*args)
     program = gradient.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in program
+
+
+def test_a_model_scores_the_same_with_fused_attention_and_samples_without(
+    monkeypatch, params, model
+):
+    tokens = jax.random.randint(jax.random.key(0), (2, 3, 6), 0, model.vocab_size)
+    mask = jnp.ones(tokens.shape, bool).at[0, 1, 3:].set(False)
+    completions = Completions(tokens, mask, mask, jnp.zeros(tokens.shape))
+    prompts = Prompts(tokens[:, 0, :5], jnp.array([[True] * 5, [False] * 2 + [True] * 3]))
+
+    weights = jnp.cos(jnp.arange(model.config.width)).reshape(1, 1, 1, -1)
+
+    def hidden(params):
+        found = LanguageModel(model.config, model.vocab_size)  # traced anew
+        states = found.completion_hidden(params, prompts, completions)
+        return jnp.where(mask[..., None], states, 0.0) * weights
+
+    def gradient():
+        return jax.jit(jax.grad(lambda p: hidden(p).sum()))(params)
+
+    expected = gradient()
+    calls = []
+
+    def counted(*args):
+        calls.append(args[0].shape[-2])
+        return fused_attend(*args, implementation="xla")
+
+    monkeypatch.setattr(transformer, "choose_backend", lambda *_: "cudnn")
+    monkeypatch.setattr(transformer, "fused_attend", counted)
+    found = gradient()
+    assert set(calls) == {5}  # prompts of 5, and 6 tokens of which the last is not fed
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert jnp.abs(ours - theirs).max() <= 1e-4 * jnp.abs(theirs).max()
+
+
+def test_cudnn_is_refused_before_anything_is_compiled():
+    with pytest.raises(ConfigError, match="cpu is no NVIDIA GPU"):
+        LanguageModel(ModelConfig(width=32, heads=4, dtype="bfloat16", attention="cudnn"), 10)
