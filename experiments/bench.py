@@ -60,7 +60,7 @@ class Config:
     """Timed turns, after one that is not counted."""
     peer: Literal["trl", "tunix"] | None = None
     """Time this trainer in turn with ours."""
-    peer_microbatches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    peer_microbatches: tuple[int, ...] = (2, 4, 8, 16, 32)
     """Parts of the peer's gradient that are tried; the fastest is compared."""
     trace: bool = False
     """Write a jax.profiler trace of one more turn, for TensorBoard or Perfetto."""

@@ -148,6 +148,7 @@ def tune(peer: Peer, choices: Sequence[int]) -> dict[int, float]:
         peer.start(microbatches, TUNING_STEPS)
         seconds = [peer.step()["seconds"] for _ in range(TUNING_STEPS)]
         tried[microbatches] = min(seconds[1:])
+        print(f"{microbatches} microbatches: {tried[microbatches]:.3f} s", flush=True)
     return tried
 
 
@@ -172,8 +173,8 @@ def against(ours: "bench.Bench", peer: Peer, title: str) -> dict[str, Any]:
             f"peer_microbatches={config.peer_microbatches}: expected a divisor of "
             f"prompts={config.prompts} among them"
         )
-    tried = tune(peer, choices)
-    best = min(tried, key=lambda n: tried[n])
+    tried = tune(peer, choices) if len(choices) > 1 else {}
+    best = min(choices, key=lambda n: tried.get(n, 0.0))
     machine, program = bench.make_machine(config), ours.iteration()
     told = peer.start(best, config.repeats + 1)
     theirs = []
@@ -181,6 +182,11 @@ def against(ours: "bench.Bench", peer: Peer, title: str) -> dict[str, Any]:
         machine.run()
         program.run()
         theirs.append(peer.step())
+        print(
+            f"turn {len(theirs) - 1} of {config.repeats}: {program.seconds[-1]:.3f} s, "
+            f"{title} {theirs[-1]['seconds']:.3f} s",
+            flush=True,
+        )
     seconds = {"jaxrl_llm": program.seconds[1:], title: [x["seconds"] for x in theirs[1:]]}
     rows = {
         name: bench.figures(config.workload, machine, "iteration", times)
@@ -206,10 +212,11 @@ def table(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in peer["versions"].items())
     tried = ", ".join(f"{n}: {s:.2f} s" for n, s in peer["seconds_by_microbatches"].items())
     settings = ", ".join(f"{name}={value}" for name, value in peer["settings"].items())
+    chosen = f"its microbatches tried: {tried}" if tried else "its microbatches were given"
     return (
         f"{bench.table(result['rows'])}\n\n"
         f"{peer['title']} takes {result['ratio']:.2f} times as long: median of {len(ratios)} pairs "
         f"from {min(ratios):.2f} to {max(ratios):.2f}\n"
         f"{versions}; {peer['parameters']:,} parameters; {settings}\n"
-        f"its microbatches tried: {tried}"
+        f"{chosen}"
     )
