@@ -328,9 +328,9 @@ class _Plan:
     def layer_rows(self) -> Rows:
         """What a layer has kept, with cotangents: first of its MLP, then of attention's scores."""
         kept = self.layer_residuals(self.microbatch)
-        # Of six arrays kept of the MLP two have cotangents at once; adapters have products of
-        # their own, and twice as much.
-        of_mlp = kept.mlp * (2 if lora.has_adapters(self.state.params) else 4 / 3)
+        # Of six arrays kept of the MLP five are there at once, cotangents included, as fused;
+        # adapters have products of their own, and twice as much.
+        of_mlp = kept.mlp * (2 if lora.has_adapters(self.state.params) else 5 / 6)
         # Without recomputation the rest is among what was saved.
         waiting = kept.scores + kept.rest if self.model.config.remat else 0
         return {"a layer's backward pass": max(waiting + of_mlp, 2 * kept.scores + kept.rest / 2)}

@@ -22,6 +22,7 @@ from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
 
 Params = Any  # a pytree of weights: float32 master weights, or frozen ones of bfloat16
 
+
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """Llama 3.1's rotary frequencies, for texts longer than those it was first trained on.
@@ -182,6 +183,9 @@ class Linear(nn.Module):
     def __call__(self, x):
         init = nn.initializers.normal(self.init_scale)
         kernel = self.param("kernel", init, (x.shape[-1], self.features))
+        leading = x.shape[:-1]
+        # As a matrix: for more axes XLA copies x·W's operands, transposed, in the backward pass.
+        x = x.reshape(-1, x.shape[-1])
 
         def to_use(path, weight):
             return gather_weight(f"{self.name}/{path}", weight.astype(x.dtype))
@@ -195,8 +199,8 @@ class Linear(nn.Module):
             )
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
-            y += bias.reshape((1,) * (x.ndim - 1) + (-1,))
-        return y.astype(x.dtype)
+            y += bias[None]
+        return y.astype(x.dtype).reshape(*leading, -1)
 
 
 class Block(nn.Module):
