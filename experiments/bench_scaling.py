@@ -92,6 +92,8 @@ class Config:
             raise ConfigError(
                 f"repeats={self.repeats}, seeds={self.seeds}: expected at least 1 and 2"
             )
+        if self.hosted.iterations < 2 * self.hosted.iterations_per_call:
+            raise ConfigError("hosted.iterations: expected enough for two calls at least")
         if self.sampled.completion_tokens < 8:
             raise ConfigError(
                 "sampled.completion_tokens: expected at least 8, a quarter of it is 2"
@@ -373,7 +375,7 @@ def watch(network: ModelConfig, sizes: TrainConfig) -> list[Moment]:
     start, step = countdown(network, sizes)
     layout: Any = Watch()
     with tempfile.TemporaryDirectory() as path, RunFolder.open(path, {}) as folder:
-        train(
+        run = train(
             folder,
             start(0),
             lambda: step,
@@ -382,6 +384,8 @@ def watch(network: ModelConfig, sizes: TrainConfig) -> list[Moment]:
             per_call=sizes.iterations_per_call,
             layout=layout,
         )
+    if not run.is_complete:
+        raise KeyboardInterrupt
     return layout.moments
 
 
