@@ -84,7 +84,8 @@ def finished(folder, tmp_path_factory):
 
 def test_a_run_starts_at_its_reference_and_trains_what_it_sampled(finished):
     first, second = (row for row in read_rows(finished / "metrics.jsonl") if row["step"] > 0)
-    assert abs(first["policy/kl_k1"]) < 1e-12 and first["policy/kl_k3"] < 1e-12
+    # Within float32's rounding of log-probs near 3: they come from two programs.
+    assert abs(first["policy/kl_k1"]) < 1e-7 and first["policy/kl_k3"] < 1e-12
     assert max(row["policy/logprob_gap"] for row in (first, second)) <= 1e-5
     assert json.loads((finished / "summary.json").read_text())["iterations"] == 2
 
