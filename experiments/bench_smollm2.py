@@ -4,7 +4,8 @@ Both sides have the architecture with random weights, and do the same work in tu
 of each of B prompts, all of full length; and one AdamW step on all weights by the log-probabilities
 of N × S tokens, all of which are fed and scored. The peer's choices are what is fastest for it:
 its decoding reads weights of the given type, its updates keep float32 weights and use autocast for
-bfloat16 (as we do), without gradient checkpointing, with the fused AdamW.
+bfloat16 (as we do), without gradient checkpointing, with the fused AdamW. The ratio is worth
+something on a quiet machine only, where the load average stays near the number of cores.
 
 Command   python -m experiments.bench_smollm2 --dtype both     seconds, tokens/s, ratios, floors
           python -m experiments.bench_smollm2 --phase update --microbatches 1 2 4   tunes us
@@ -335,6 +336,7 @@ def compare(case: Case, program_of: Callable[[int], Any], peer: bench_peers.Peer
         "rows": rows,
         "ratio": statistics.median(pairs),
         "ratios": pairs,
+        "load_average": os.getloadavg()[0],
         "provenance": provenance(),
     }
 
@@ -393,7 +395,7 @@ def told(name: str, result: dict[str, Any]) -> str:
         f"{name}: transformers takes {result['ratio']:.2f} times as long, median of {len(ratios)} "
         f"pairs from {min(ratios):.2f} to {max(ratios):.2f}; large matmuls: XLA "
         f"{result['matmul_flops'] / 1e9:,.0f} GFLOP/s, torch {peer['matmul_flops'] / 1e9:,.0f}"
-        f"{parts}; {versions}; {settings}"
+        f"{parts}; load average {result['load_average']:.1f}; {versions}; {settings}"
     )
 
 
