@@ -165,6 +165,7 @@ def test_memory_is_compared_after_a_tenth_of_the_run_and_after_half(monkeypatch)
     (figures,) = (found := bench_scaling.memory(config)).values()
     assert list(found) == ["10 to 100"]
     assert (figures["growth_mb"], figures["second_half_mb"]) == (70 - 51, 70 - 70)
+    assert figures["largest_drop_mb"] == 70 - 50
 
 
 @pytest.fixture(scope="module")
