@@ -300,7 +300,7 @@ def measured(name: str):
     return jax.device_get(on.evaluate(rollout)(PARAMS, jax.random.key(6)))
 
 
-@pytest.mark.parametrize("name", ["pmap-2", "2x1x1"])
+@pytest.mark.parametrize("name", [pytest.param("pmap-2", marks=pytest.mark.slow), "2x1x1"])
 def test_evaluations_draw_the_same_on_two_devices(name):
     found, expected = measured(name), measured("jit")
     np.testing.assert_array_equal(found.completions.tokens, expected.completions.tokens)
@@ -416,6 +416,7 @@ def supervised(path, name: str, total: int):
         )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_backend_as_if_it_had_stayed(tmp_path):
     """Two steps under pmap, and two over a mesh."""
     whole = supervised(tmp_path / "whole", "jit", 4)
@@ -431,7 +432,7 @@ def test_a_run_goes_on_with_another_backend_as_if_it_had_stayed(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_family_computes_the_same_with_its_heads_and_layers_in_parts(family, rank):
     model, params = make_model(**FAMILIES[family])
     if rank:

@@ -67,6 +67,7 @@ def finish(*processes: subprocess.Popen) -> list[str]:
     return printed
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices_are_one_device(tmp_path, monkeypatch):
     """Two steps, then two more from the checkpoint; weights that both have parts of are saved."""
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))

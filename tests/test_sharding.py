@@ -14,11 +14,22 @@ from jaxrl_llm.types import ConfigError
 CLAIMS = Path(__file__).with_name("eight_devices.py")
 
 
-def test_the_claims_of_eight_devices_hold():
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_claims_of_eight_devices_hold(which):
     """JAX has to be told before it starts that the CPU is to be eight devices."""
     flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
+    pytest_alone = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", CLAIMS],
+        [*pytest_alone, "-m", which, CLAIMS],
         env=os.environ | {"XLA_FLAGS": flags},
         capture_output=True,
         text=True,
