@@ -9,8 +9,8 @@ turn by another project's trainer, in an environment of its own that this comman
 Command   python -m experiments.bench                  seconds, tokens/s, ratio to the floor
           python -m experiments.bench --peer trl       against TRL's GRPOTrainer
           python -m experiments.bench --peer tunix     against Tunix's GRPOLearner
-Expected  on 2 CPU cores at 64 + 16 tokens 2.0 (scoring) to 3.4 (update) times the floor; TRL takes
-          3.5 times as long as we do, at 10 + 16 tokens 1.3 times
+Expected  on 2 CPU cores, with layers unrolled and 8 microbatches, TRL takes 1.9 (10 + 16 tokens),
+          5.4 (64 + 16) and 2.7 times (64 + 64) as long
 Time      about a minute; with a peer several, and its installation the first time
 """
 
