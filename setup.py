@@ -11,8 +11,15 @@ hf = [
     "gguf>=0.19",
     "pyarrow>=21",  # problems in parquet files
 ]
+# What runs notebooks outside of Colab.
+notebooks = [
+    "ipykernel>=7.1",  # the kernel python3
+    "nbclient>=0.10.4",
+    "nbformat>=5.10",  # cell ids, which the notebooks have, are of format 4.5
+]
 test = [
     *hf,
+    *notebooks,
     "pytest>=9.0",
     "pytest-xdist>=3.8",
     "rlax>=0.1.9",  # a second opinion on GAE and the clipped loss
@@ -55,6 +62,6 @@ setup(
         "dev": [*test, "ruff>=0.17,<0.18", "pyright[nodejs]>=1.1.414"],
         "hf": hf,
         "eval": ["lm-eval>=0.4.10", "reasoning-gym>=0.1.25"],
-        "notebooks": ["nbclient>=0.10.4", "ipykernel>=7.1", "nbmake>=1.5.5"],
+        "notebooks": notebooks,
     },
 )
