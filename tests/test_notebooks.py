@@ -31,12 +31,18 @@ def code(name):
     return [cell for cell in read(name).cells if cell.cell_type == "code"]
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """Where compiled programs are kept: notebooks share some."""
+    return tmp_path_factory.mktemp("compiled")
+
+
 @pytest.fixture
-def execute(tmp_path, monkeypatch):
+def execute(compiled, tmp_path, monkeypatch):
     """`execute(name)` runs a notebook in an empty folder; returns its text and its figures."""
 
     def of(name, **settings):
-        settings = {"JAXRL_LLM_SMALL": 1, "JAX_COMPILATION_CACHE_DIR": tmp_path} | settings
+        settings = {"JAXRL_LLM_SMALL": 1, "JAX_COMPILATION_CACHE_DIR": compiled} | settings
         for variable, value in settings.items():
             monkeypatch.setenv(variable, str(value))
         notebook = read(name)
