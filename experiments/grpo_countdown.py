@@ -5,7 +5,7 @@ Policy Optimization (https://arxiv.org/abs/2402.03300) on fresh problems, and me
 that share no (target, numbers) with training.
 
 Command   python -m experiments.grpo_countdown
-Expected  sampled accuracy +25.9 points, greedy +15.5 (seed 0), 95 % intervals apart
+Expected  sampled accuracy +27.0 points, greedy +16.8 (seed 0), 95 % intervals apart
 Time      about 5 minutes on 2 CPU cores, and one more for the warm start
 """
 
