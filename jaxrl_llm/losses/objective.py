@@ -190,18 +190,23 @@ def make_controller(config: AlgorithmConfig, iterations: int) -> KLController:
     return controllers.fixed(config.kl_coef)
 
 
-def make_algorithm(config: AlgorithmConfig, *, iterations: int) -> Algorithm:
+def make_algorithm(
+    config: AlgorithmConfig, *, iterations: int, needs_reference: bool | None = None
+) -> Algorithm:
     """What `training.make_iteration` runs.
 
     Args:
         config: a preset, such as `GRPOConfig()`, or any other combination.
         iterations: of the whole run; a linear KL schedule ends there.
+        needs_reference: instead of the config's own, where its coefficients are traced.
     """
+    if needs_reference is None:
+        needs_reference = config.needs_reference
     return Algorithm(
         advantages=functools.partial(with_advantages, config=config),
         loss=functools.partial(policy_loss, config=config),
         kl=make_controller(config, iterations),
-        needs_reference=config.needs_reference,
+        needs_reference=needs_reference,
         critic=config.value_model if config.advantage == "gae" else None,
         needs_drift=config.grad_reg_coeff > 0,
         rescores_old=config.importance_cap is not None,

@@ -1,0 +1,148 @@
+"""Runs as an axis: seeds and scalar hyper-parameters, trained together in one program."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.losses.config import AlgorithmConfig
+from jaxrl_llm.losses.objective import make_algorithm
+from jaxrl_llm.models.transformer import LanguageModel, Params
+from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
+from jaxrl_llm.rollout import Metrics, RolloutFn
+from jaxrl_llm.sampling import SamplingConfig
+from jaxrl_llm.training import TrainConfig, TrainState, init_state, make_iteration
+from jaxrl_llm.types import ConfigError
+
+SCALARS = (  # what may differ between runs of one program, besides the seed
+    "algorithm.kl_coef",
+    "algorithm.clip_low",
+    "algorithm.clip_high",
+    "algorithm.entropy_coef",
+    "optimizer.learning_rate",
+    "sampling.temperature",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """What one run of a sweep does."""
+
+    seed: int = 0
+    algorithm: AlgorithmConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class Sweep(NamedTuple):
+    """N runs as pure functions of a state whose leaves have a leading axis N."""
+
+    init: Callable[[Params], TrainState]  # all begin with the same policy
+    iteration: Callable[[TrainState], tuple[TrainState, Metrics]]  # metrics [N]
+
+
+def make_sweep(
+    arms: Sequence[Arm],
+    make_rollout: Callable[[SamplingConfig], RolloutFn],
+    model: LanguageModel,
+    train: TrainConfig,
+) -> Sweep:
+    """The iterations of several runs as one, by `jax.vmap` over seeds and `SCALARS`.
+
+    Run n equals the single run of `arms[n]` but for rounding. With a KL coefficient of 0 in some
+    arms and not in others, those with 0 keep and log the KL too, and do not train it.
+
+    Args:
+        arms: N runs.
+        make_rollout: the rollout with given sampling settings.
+        model: the policy's functions.
+        train: sizes, the same for all.
+
+    Raises:
+        ConfigError: the arms differ in what is compiled into a program.
+    """
+    values = differing(arms)
+    # Whether there is a reference at all is the same for all.
+    widest = max(arms, key=lambda arm: arm.algorithm.needs_reference)
+
+    def parts(arm: Arm):
+        algorithm = make_algorithm(
+            arm.algorithm,
+            iterations=train.iterations,
+            needs_reference=widest.algorithm.needs_reference,
+        )
+        rate = arm.algorithm.value_rate
+        return algorithm, make_optimizer(arm.optimizer, train.updates, value_rate=rate)
+
+    def init(params: Params) -> TrainState:
+        def first(arm: Arm) -> TrainState:
+            algorithm, optimizer = parts(arm)
+            key = jax.random.key(arm.seed)
+            lag = train.rollout_lag
+            return init_state(
+                params, optimizer, key, model=model, algorithm=algorithm, rollout_lag=lag
+            )
+
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(first, arms))
+
+    def one(state: TrainState, values: dict[str, Any]) -> tuple[TrainState, Metrics]:
+        arm = with_values(widest, values)
+        algorithm, optimizer = parts(arm)
+        temperature = arm.sampling.temperature
+        rollout = make_rollout(arm.sampling)
+        step = make_iteration(rollout, model, algorithm, optimizer, train, temperature=temperature)
+        return step(state)
+
+    return Sweep(init, lambda state: jax.vmap(one)(state, values))
+
+
+def differing(arms: Sequence[Arm]) -> dict[str, jax.Array]:
+    """The scalars in which the arms differ, each as a vector `[N]`.
+
+    >>> grpo = AlgorithmConfig()
+    >>> arms = [Arm(algorithm=dataclasses.replace(grpo, entropy_coef=c)) for c in (0.0, 0.01)]
+    >>> list(differing(arms))
+    ['algorithm.entropy_coef']
+    """
+    if not arms:
+        raise ConfigError("a sweep of no arms: expected at least one")
+    described = [flat(dataclasses.replace(arm, seed=0)) for arm in arms]
+    kinds = {type(arm.algorithm).__name__ for arm in arms}
+    names = {name for one in described for name in one}
+    differ = sorted(n for n in names if len({repr(one.get(n)) for one in described}) > 1)
+    others = [name for name in differ if name not in SCALARS]
+    if others or len(kinds) > 1:
+        raise ConfigError(
+            f"arms differ in {', '.join(others) or ' and '.join(sorted(kinds))}, which is compiled "
+            f"into a program; within one sweep only the seed and {', '.join(SCALARS)} may differ: "
+            "make a sweep for each value"
+        )
+    return {name: jnp.array([one[name] for one in described], jnp.float32) for name in differ}
+
+
+def flat(arm: Arm) -> dict[str, Any]:
+    """Every field by its path."""
+    return {
+        f"{part}.{name}": value
+        for part in ("algorithm", "optimizer", "sampling")
+        for name, value in vars(getattr(arm, part)).items()
+    }
+
+
+def with_values(config: Any, values: dict[str, Any]) -> Any:
+    """A copy of a frozen config with fields set by path, unchecked: values may be traced.
+
+    >>> arm = Arm(algorithm=AlgorithmConfig())
+    >>> with_values(arm, {"algorithm.clip_low": 0.3}).algorithm.clip_low
+    0.3
+    """
+    config = copy.copy(config)
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        value = with_values(getattr(config, name), {rest: value}) if rest else value
+        object.__setattr__(config, name, value)
+    return config
