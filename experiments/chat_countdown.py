@@ -125,7 +125,7 @@ def small(config: "CountdownConfig") -> Any:
             config.train,
             iterations=2,
             prompts=2,
-            group_size=4,
+            group_size=min(4, config.train.group_size),
             microbatches=1,
             iterations_per_call=1,
         ),

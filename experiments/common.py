@@ -154,7 +154,7 @@ class ExperimentConfig:
                 self.train,
                 iterations=4,
                 prompts=8 * self.train.minibatches,
-                group_size=4,
+                group_size=min(4, self.train.group_size),
                 microbatches=1,  # so that 8 devices can share its prompts
                 iterations_per_call=2,
             ),

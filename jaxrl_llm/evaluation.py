@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from scipy import special, stats
 
 from jaxrl_llm.rollout import Rollout, RolloutFn
+from jaxrl_llm.types import ConfigError
 
 
 class Estimate(NamedTuple):
@@ -79,6 +80,11 @@ class EvalConfig:
     """Iterations between evaluations; the first and the last are always done."""
     seed: int = 1_000_003
     """Draws the held-out problems and the evaluation's samples."""
+
+    def __post_init__(self):
+        for name in ("problems", "samples", "every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"eval: {name}={getattr(self, name)}: expected at least 1")
 
 
 class Evaluation(NamedTuple):

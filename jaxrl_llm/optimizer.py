@@ -1,5 +1,6 @@
 """AdamW for policies and value models."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -8,6 +9,7 @@ import optax
 from jaxtyping import Array, Int
 
 from jaxrl_llm.models.transformer import Params
+from jaxrl_llm.types import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,22 @@ class OptimizerConfig:
     """Type in which Adam's first moment is kept: bfloat16 takes half the memory. The second moment
     stays float32: an update moves it by a factor of about 1 ± (1 − b2), which is less than bfloat16
     resolves (2⁻⁸) with b2 near 1, so it would stand still."""
+
+    def __post_init__(self):
+        if not 0.0 < self.learning_rate < math.inf:
+            raise ConfigError(
+                f"learning_rate={self.learning_rate}: expected a number above 0, such as 3e-4; a "
+                "negative one would unlearn what is rewarded"
+            )
+        for name in ("clip_norm", "eps"):
+            if not getattr(self, name) > 0.0:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a number above 0")
+        for name in ("warmup", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected 0 or more")
+        for name in ("b1", "b2"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected a number in [0, 1)")
 
 
 def make_schedule(config: OptimizerConfig, total: int) -> optax.Schedule:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxrl_llm.evaluation import mean_over_problems, pass_at_k, proportion
+from jaxrl_llm.evaluation import EvalConfig, mean_over_problems, pass_at_k, proportion
+from jaxrl_llm.types import ConfigError
 
 
 def test_a_proportion_has_wilsons_interval():
@@ -50,3 +51,9 @@ def test_pass_at_k_is_the_mean_over_all_subsets(k):
         for row in is_correct
     ]
     np.testing.assert_allclose(pass_at_k(is_correct, k), expected)
+
+
+@pytest.mark.parametrize("name", ["problems", "samples", "every"])
+def test_a_measurement_of_nothing_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name}=0: expected at least 1"):
+        EvalConfig(**{name: 0})

@@ -61,6 +61,11 @@ def test_matmul_precision_is_that_of_every_matmul_of_a_run(monkeypatch):
         (["--sampling.max-tokens", "0"], "max_tokens=0"),
         (["--network.heads", "5"], "not a multiple of heads=5"),
         (["--run.name", "a/b"], "plain folder name"),
+        (["--optimizer.learning-rate", "-1e-3"], "learning_rate=-0.001"),
+        (["--eval.samples", "0"], "samples=0"),
+        (["--network.layers", "0"], "layers=0"),
+        (["--algorithm.kl-coef", "nan"], "kl_coef=nan"),
+        (["--smoke", "--train.group-size", "1"], "set group_size=8"),
     ],
 )
 def test_bad_settings_are_one_line_and_exit_status_2(
@@ -90,7 +95,7 @@ def test_combinations_that_cannot_work_are_refused_with_the_way_out(
 
 
 def refuse(arm, arguments, told, monkeypatch, capsys, tmp_path):
-    # Without --smoke, which has sizes of its own.
+    # Without --smoke, unless asked for: it has sizes of its own.
     status = invoke(monkeypatch, arm, "--run.root", str(tmp_path / "runs"), *arguments)
     error = capsys.readouterr().err
     assert status == 2

@@ -14,7 +14,7 @@ from jaxrl_llm.optimizer import (
     make_schedule,
     skipped_updates,
 )
-from jaxrl_llm.types import Prompts
+from jaxrl_llm.types import ConfigError, Prompts
 
 
 def test_a_non_finite_gradient_is_skipped_counted_and_leaves_no_trace():
@@ -111,3 +111,19 @@ def test_float32_adapters_train_beside_frozen_bfloat16_weights():
         assert leaf.dtype == jnp.float32
     assert optax.tree.norm(jax.tree.map(jnp.subtract, moved, Trained(changing))) > 0
     assert skipped_updates(state) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [(name, x, "above 0") for name in ("learning_rate", "clip_norm", "eps") for x in (0, -1)]
+    + [("warmup", -1, "0 or more"), ("weight_decay", -0.1, "0 or more")]
+    + [(name, value, "in [0, 1)") for name in ("b1", "b2") for value in (-0.1, 1.0)]
+    + [(name, float("nan"), "expected") for name in ("learning_rate", "clip_norm", "b2")]
+    + [("learning_rate", float("inf"), "above 0")],
+)
+def test_settings_that_cannot_work_are_refused_in_one_line(name, value, expected):
+    with pytest.raises(ConfigError) as refusal:
+        OptimizerConfig(**{name: value})
+    message = str(refusal.value)
+    assert message.startswith(f"{name}={value}: ") and expected in message
+    assert "\n" not in message

@@ -1,5 +1,6 @@
 """Every axis on which the algorithms of this family differ, as one config; presets are defaults."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -102,6 +103,9 @@ class AlgorithmConfig:
     """Learning rate of the value model, in units of the policy's (gae)."""
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            if isinstance(value, float) and math.isnan(value):  # no comparison would notice
+                raise ConfigError(f"{name}={value}: expected a number")
         if not 0.0 <= self.clip_low < 1.0 or self.clip_high < 0.0:
             raise ConfigError(
                 f"clip_low={self.clip_low}, clip_high={self.clip_high}: expected "

@@ -97,6 +97,10 @@ class ModelConfig:
     """Layers per turn of the compiled loop over layers: more is faster and slower to compile."""
 
     def __post_init__(self):
+        for name in ("width", "layers", "heads", "kv_heads", "head_width", "mlp_width"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"{name}={size}: expected at least 1")
         if self.head_width is None and self.width % self.heads:
             raise ConfigError(
                 f"width={self.width} is not a multiple of heads={self.heads}: set head_width too"

@@ -1,4 +1,4 @@
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import pytest
 
@@ -131,6 +131,15 @@ def test_settings_that_cannot_work_are_refused_with_the_way_out(settings, words)
     message = str(refusal.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+NUMBERS = [field.name for field in fields(AlgorithmConfig) if "float" in str(field.type)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_no_number_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name}=nan"):
+        AlgorithmConfig(**{name: float("nan")})
 
 
 FITTING = dict(group_size=4, updates_per_rollout=1, rollout_lag=0, max_tokens=16)

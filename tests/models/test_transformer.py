@@ -165,6 +165,11 @@ def test_tied_models_have_no_output_matrix():
         ({"width": 30, "heads": 4}, "not a multiple of heads"),
         ({"heads": 4, "kv_heads": 3}, "not a multiple of kv_heads"),
         ({"width": 12, "heads": 4}, "odd"),
+        ({"width": 0}, "width=0: expected at least 1"),
+        ({"layers": 0}, "layers=0: expected at least 1"),
+        ({"heads": 0}, "heads=0: expected at least 1"),
+        ({"kv_heads": -2}, "kv_heads=-2: expected at least 1"),
+        ({"mlp_width": 0}, "mlp_width=0: expected at least 1"),
     ],
 )
 def test_shapes_that_cannot_work_are_refused(settings, message):
