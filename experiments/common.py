@@ -148,7 +148,15 @@ class ExperimentConfig:
         """This config with tiny sizes."""
         return dataclasses.replace(
             self,
-            network=ModelConfig(width=32, layers=2, heads=2),
+            network=dataclasses.replace(
+                self.network,
+                width=32,
+                layers=2,
+                heads=2,
+                kv_heads=None,
+                head_width=None,
+                mlp_width=None,
+            ),
             sft=dataclasses.replace(self.sft, steps=20, batch=64, examples=512, steps_per_call=10),
             train=dataclasses.replace(
                 self.train,
@@ -289,8 +297,13 @@ def run_experiment(experiment: str, config: ExperimentConfig) -> bool:
     # Before anything is computed: do the settings go together, and is the folder theirs?
     shapes = jax.eval_shape(setting.model.init, jax.random.key(0))
     make_trainer(config, setting, Policy(setting.model, setting.env.tokenizer, shapes), path)
-    RunFolder.open(path, settings_of(config, setting), free=FREE_FIELDS).close()
-    warm = train_warm_start(config, setting)
+    folder = RunFolder.open(path, settings_of(config, setting), free=FREE_FIELDS)
+    folder.close()
+    try:
+        warm = train_warm_start(config, setting)
+    except ConfigError:
+        folder.forget()
+        raise
     if warm.policy is None:
         return False
     n_parameters = count_parameters(warm.policy.params)

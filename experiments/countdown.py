@@ -1,6 +1,7 @@
 """What all Countdown experiments share: the task, its settings, its warm start."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -38,6 +39,16 @@ class TaskConfig:
     """Reward of a wrong answer."""
     reward_correct: float = 1.0
     """Reward of a correct answer."""
+
+    def __post_init__(self):
+        rewards = {name: value for name, value in vars(self).items() if name != "preset"}
+        others = self.reward_missing, self.reward_wrong
+        if not all(map(math.isfinite, rewards.values())) or self.reward_correct <= max(others):
+            told = ", ".join(f"{name}={value}" for name, value in rewards.items())
+            raise ConfigError(
+                f"{told}: expected numbers of which a correct answer's is the largest, for example "
+                "0, 0.1 and 1"
+            )
 
     def params(self, **overrides: Any) -> EnvParams:
         rewards = {k: v for k, v in vars(self).items() if k != "preset"}

@@ -67,7 +67,7 @@ class RunFolder:
                 Or not all processes of the run see it.
         """
         path, lock = Path(path), -1
-        config = json.loads(json.dumps(config, default=str))
+        config = _json_safe(json.loads(json.dumps(config, default=str)))
 
         def claim() -> bool:
             nonlocal lock
@@ -106,6 +106,11 @@ class RunFolder:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    def forget(self) -> None:
+        """Take back a config of which nothing has been computed: its correction is another one."""
+        if is_first() and not self.is_resumed:
+            (self.path / "config.json").unlink(missing_ok=True)
+
     def close(self) -> None:
         """Let another process have the folder. The death of this one, however caused, does too."""
         if self._lock >= 0:
@@ -134,7 +139,7 @@ def _claim(path: Path, config: Any, free: frozenset[str]) -> tuple[int, bool]:
     except OSError as error:
         raise ConfigError(
             f"cannot write a run to {path} ({error.strerror}); expected a folder that can be "
-            "made and written: choose another with --name"
+            "made and written: choose another with --run.name"
         ) from error
 
 
@@ -144,7 +149,7 @@ def _refuse_foreign(path: Path) -> None:
     if {entry.name for entry in path.iterdir()} - {_LOCK, _TEMPORARY}:
         raise ConfigError(
             f"{path} has files but no config.json, so it is not a run's folder; "
-            "expected a new or empty folder: choose another with --name"
+            "expected a new or empty folder: choose another with --run.name"
         )
 
 
@@ -154,7 +159,7 @@ def _lock_or_refuse(lock: int, path: Path) -> None:
     except BlockingIOError as error:
         raise ConfigError(
             f"another process is writing {path}; wait for it, stop it, or choose another "
-            "folder with --name"
+            "folder with --run.name"
         ) from error
 
 
@@ -168,7 +173,7 @@ def _settle_config(path: Path, config: Any, free: frozenset[str]) -> bool:
         earlier = json.loads(file.read_text())
     except ValueError as error:
         raise ConfigError(
-            f"{file} is not JSON ({error}); repair it or choose another folder with --name"
+            f"{file} is not JSON ({error}); repair it or choose another folder with --run.name"
         ) from error
     changes = config_diff(earlier, config)
     refused = {name: pair for name, pair in changes.items() if not _is_covered(name, free)}
@@ -176,7 +181,7 @@ def _settle_config(path: Path, config: Any, free: frozenset[str]) -> bool:
         told = ", ".join(f"{name} was {old}, now {new}" for name, (old, new) in refused.items())
         raise ConfigError(
             f"{path} holds a run of another config: {told}; "
-            "type the earlier values to resume it, or --name with a new name to start another run"
+            "type the earlier values to resume it, or --run.name with a new name to start another"
         )
     if changes:
         kept = (path / f"config.{i}.json" for i in itertools.count(1))

@@ -1,5 +1,6 @@
 """The scanned sampling loop: G completions of each prompt, inside a compiled program."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ class SamplingConfig:
             raise ConfigError(
                 f"max_tokens={self.max_tokens}, block={self.block}: expected at least 1 of each"
             )
-        if self.temperature <= 0:
+        if not 0 < self.temperature < math.inf:
             raise ConfigError(
                 f"temperature={self.temperature}: expected > 0; for the most likely token set "
                 "greedy"

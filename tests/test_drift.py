@@ -120,6 +120,15 @@ def test_the_penalty_is_positive_elsewhere_and_points_back(penalty, params, move
     assert sum(jax.tree.leaves(back)) < 0
 
 
+def test_of_a_stale_rollout_the_drift_is_from_the_policy_that_sampled(run, bandit):
+    # One update an iteration: only where the sampler is the older one has anything moved before it.
+    config = GRPOConfig(kl_coef=0.0, grad_reg_coeff=0.05)
+    _, metrics = run(config, bandit(), 3, rollout_lag=1, learning_rate=2e-2)
+    drift = metrics["policy/jacobian_drift"]
+    assert drift[0] < 1e-10
+    assert drift[1:].min() > 1e-4
+
+
 def test_a_large_penalty_holds_the_jacobian(begin, bandit, toy, toy_params):
     rollout = bandit()
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments import cli, compare_algorithms
-from jaxrl_llm.logging import read_rows
+from jaxrl_llm.logging import RunFolder, read_rows
 from jaxrl_llm.losses.config import AlgorithmConfig
 from jaxrl_llm.losses.family import PRESETS
 from jaxrl_llm.trainer import RunConfig
@@ -65,7 +65,11 @@ def test_matmul_precision_is_that_of_every_matmul_of_a_run(monkeypatch):
         (["--eval.samples", "0"], "samples=0"),
         (["--network.layers", "0"], "layers=0"),
         (["--algorithm.kl-coef", "nan"], "kl_coef=nan"),
+        (["--sampling.temperature", "nan"], "temperature=nan"),
+        (["--task.reward-wrong", "nan"], "reward_wrong=nan"),
+        (["--task.reward-wrong", "1"], "a correct answer's is the largest"),
         (["--smoke", "--train.group-size", "1"], "set group_size=8"),
+        (["--smoke", "--network.attention", "cudnn"], "attention=cudnn cannot be"),
     ],
 )
 def test_bad_settings_are_one_line_and_exit_status_2(
@@ -103,6 +107,16 @@ def refuse(arm, arguments, told, monkeypatch, capsys, tmp_path):
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_what_the_warm_start_refuses_can_be_corrected_in_the_same_folder(
+    monkeypatch, capsys, tmp_path
+):
+    arguments = ["--smoke", "--run.root", str(tmp_path), "--sampling.max-tokens", "4"]
+    assert invoke(monkeypatch, "grpo", *arguments) == 2
+    assert "cannot hold the solution" in capsys.readouterr().err
+    with RunFolder.open(tmp_path / "grpo_countdown" / "smoke", {"max_tokens": 8}) as folder:
+        assert not folder.is_resumed
 
 
 def test_a_foreign_folder_is_refused_and_left_as_it_was(monkeypatch, capsys, tmp_path):

@@ -52,7 +52,7 @@ def test_a_new_folder_holds_its_config_and_the_same_config_resumes_it(tmp_path):
 
 
 def test_tuples_and_paths_in_a_config_do_not_count_as_changes(tmp_path):
-    config = {"sizes": (1, 2), "data": Path("some/file"), "nothing": None}
+    config = {"sizes": (1, 2), "data": Path("some/file"), "nothing": None, "cap": float("inf")}
     for is_resumed in (False, True):
         with RunFolder.open(tmp_path, config) as folder:
             assert folder.is_resumed == is_resumed
@@ -67,9 +67,21 @@ def test_another_config_is_refused_with_both_values_and_nothing_changes(tmp_path
     message = str(refusal.value)
     assert "seed was 1, now 2" in message and "model.width was 64, now 96" in message
     assert "layers" not in message and "rate" not in message
-    assert "--name" in message and "\n" not in message
+    assert "--run.name" in message and "\n" not in message
     assert every_byte(tmp_path) == before
     RunFolder.open(tmp_path, CONFIG).close()  # and the refusal holds no lock
+
+
+def test_a_config_can_be_taken_back_by_who_made_it_and_by_no_other(tmp_path):
+    first = RunFolder.open(tmp_path, CONFIG)
+    first.close()
+    resumed = RunFolder.open(tmp_path, CONFIG)
+    resumed.close()
+    resumed.forget()
+    assert (tmp_path / "config.json").exists()
+    first.forget()
+    with RunFolder.open(tmp_path, CONFIG | {"seed": 2}) as folder:
+        assert not folder.is_resumed
 
 
 def test_added_and_removed_fields_are_differences():

@@ -1,8 +1,11 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
+from jaxrl_llm.losses.dapo import DAPOConfig
+from jaxrl_llm.losses.ppo import PPOConfig
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.presets import packaged_gguf
 from jaxrl_llm.policy import Policy
@@ -35,6 +38,29 @@ def test_a_tool_of_ones_own_is_called_as_shown(capsys):
     env = run(OWN_TOOL)["env"]
     assert capsys.readouterr().out == "42\n"
     assert env.tool_names == ["calc", "lookup", "search", "double"]
+
+
+GLOSSARY = README.read_text().split("## What the metrics say")[1].split("\n## ")[0]
+
+
+def glossary() -> set[str]:
+    """Names in the first column; `_max` after `policy/ratio_min` is policy/ratio_max."""
+    names: set[str] = set()
+    for row in re.findall(r"^\| (`.*?) \|", GLOSSARY, flags=re.MULTILINE):
+        first, *others = re.findall(r"`(.+?)`", row)
+        stem = first.rsplit("_", 1)[0]
+        names |= {first} | {stem + name if name[0] == "_" else name for name in others}
+    return names
+
+
+def test_the_glossary_explains_every_metric_of_an_iteration(begin, bandit):
+    everything = PPOConfig(importance_cap=2.0, grad_reg_coeff=0.05)
+    logged = {"rollout/correct", "rollout/truncated"}  # of the environment
+    for config in (everything, DAPOConfig()):
+        state, step = begin(config, bandit(), 1, epochs=2)
+        logged |= set(jax.eval_shape(step, state)[1])
+    explained = {name for name in glossary() if not name.startswith("eval/")}
+    assert logged == explained
 
 
 @pytest.mark.slow

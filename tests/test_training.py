@@ -9,11 +9,12 @@ from jaxrl_llm.losses.grpo import GRPOConfig
 from jaxrl_llm.losses.ppo import PPOConfig
 from jaxrl_llm.training import (
     TrainConfig,
+    batch_metrics,
     minibatch_order,
     scan_iterations,
     take_minibatch,
 )
-from jaxrl_llm.types import ConfigError
+from jaxrl_llm.types import Batch, Completions, ConfigError
 
 EVERYTHING = PPOConfig(
     value_model="separate",
@@ -115,6 +116,21 @@ def test_one_compilation_serves_any_number_of_sampling_rounds(begin, bandit):
     assert len(set(rounds.tolist())) > 1
     assert ((rounds >= 1) & (rounds <= 4)).all()
     assert call._cache_size() == 1
+
+
+def test_the_spread_of_advantages_and_the_kl_of_the_rollout_are_those_derived_by_hand():
+    # Advantages 1, 2, 6: mean 3, variance (4 + 1 + 9)/3. π_ref/π = 2, 1, 1: k3 = 1 − log 2, 0, 0.
+    mask = jnp.array([[[True, True, False, True]]])
+    logp_t = jnp.log(jnp.array([[[0.25, 0.5, 1e-9, 0.5]]]))
+    batch = Batch(
+        None,
+        Completions(jnp.zeros(mask.shape, int), mask, mask, logp_t),
+        old_logp_t=logp_t,
+        ref_logp_t=jnp.log(jnp.array([[[0.5, 0.5, 1.0, 0.5]]])),
+        adv_t=jnp.array([[[1.0, 2.0, 0.0, 6.0]]]),
+    )
+    expected = {"advantage/std": np.sqrt(14 / 3), "kl/rollout": (1 - np.log(2)) / 3}
+    chex.assert_trees_all_close(batch_metrics(batch, None), expected, rtol=1e-5)
 
 
 # Groups without weight.

@@ -116,9 +116,9 @@ class AlgorithmConfig:
                 f"kl_coef={self.kl_coef}: a negative coefficient pushes the policy away from the "
                 "reference; use 0 to switch the term off"
             )
-        for name in ("entropy_coef", "grad_reg_coeff", "value_coef", "value_rate"):
-            if getattr(self, name) < 0.0:
-                raise ConfigError(f"{name}={getattr(self, name)}: expected 0 or more")
+        for name in ("kl_coef", "entropy_coef", "grad_reg_coeff", "value_coef", "value_rate"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected 0 or more, and finite")
         for name in ("gamma", "gae_lambda"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected a number in [0, 1]")

@@ -101,6 +101,11 @@ class ModelConfig:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise ConfigError(f"{name}={size}: expected at least 1")
+        if self.rope_theta <= 0.0 or self.norm_eps < 0.0:
+            raise ConfigError(
+                f"rope_theta={self.rope_theta}, norm_eps={self.norm_eps}: expected a base above 0, "
+                "such as 10000, and 0 or more"
+            )
         if self.head_width is None and self.width % self.heads:
             raise ConfigError(
                 f"width={self.width} is not a multiple of heads={self.heads}: set head_width too"

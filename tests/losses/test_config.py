@@ -85,6 +85,8 @@ REFUSALS = [
     (dict(clip_high=-0.1), ["clip_high=-0.1", "0.2"]),
     (dict(kl_coef=-0.1), ["kl_coef=-0.1", "away from the reference", "use 0"]),
     (dict(entropy_coef=-1.0), ["entropy_coef=-1.0", "0 or more"]),
+    (dict(entropy_coef=float("inf")), ["entropy_coef=inf", "finite"]),
+    (dict(kl_coef=float("inf")), ["kl_coef=inf", "finite"]),
     (dict(grad_reg_coeff=-1.0), ["grad_reg_coeff=-1.0", "0 or more"]),
     (dict(value_coef=-1.0), ["value_coef=-1.0", "0 or more"]),
     (dict(value_rate=-1.0), ["value_rate=-1.0", "0 or more"]),

@@ -170,6 +170,7 @@ def test_tied_models_have_no_output_matrix():
         ({"heads": 0}, "heads=0: expected at least 1"),
         ({"kv_heads": -2}, "kv_heads=-2: expected at least 1"),
         ({"mlp_width": 0}, "mlp_width=0: expected at least 1"),
+        ({"rope_theta": 0.0}, "rope_theta=0.0"),
     ],
 )
 def test_shapes_that_cannot_work_are_refused(settings, message):
