@@ -121,6 +121,15 @@ def test_a_kl_in_the_reward_is_charged_to_each_token_or_to_the_completion(
     np.testing.assert_allclose(batch.adv_t[0], expected, rtol=1e-4)
 
 
+def test_a_kl_in_the_reward_is_weighed_by_the_controllers_coefficient(two_tokens):
+    # Not by the config's, from which an adaptive or linear schedule has moved on: 0.3 and −0.1.
+    config = AlgorithmConfig(
+        advantage="reward_to_go", kl_in="reward", kl_estimator="k1", kl_coef=0.5
+    )
+    batch = with_advantages(two_tokens, jnp.ones((1, 2)), jnp.float32(1.0), None, config=config)
+    np.testing.assert_allclose(batch.adv_t[0], [[0.8, 1.1], [1.0, 1.0]], rtol=1e-5)
+
+
 # d k2/d log π = log π − log π_ref;  d k3/d log π = 1 − π_ref/π;  d k1/d log π = 1.
 @pytest.mark.parametrize(
     ("estimator", "slope"), [("k1", [1, 1]), ("k2", [0.3, -0.1]), ("k3", [1 - 0.740818, -0.105171])]
