@@ -7,7 +7,7 @@ logged. Switch parts off one by one: --algorithm.no-dynamic-sampling, --algorith
 
 Command   python -m experiments.dapo_countdown
 Expected  sampled accuracy +25.0 points, greedy +14.5 (seed 0), 95 % intervals apart
-Time      about 4 minutes on 2 CPU cores, and one more for the warm start
+Time      about 3 minutes on 2 CPU cores, and one more for the warm start
 """
 
 from dataclasses import dataclass

@@ -4,11 +4,13 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.logging import config_diff
 from jaxrl_llm.losses.config import AlgorithmConfig
 from jaxrl_llm.losses.objective import make_algorithm
 from jaxrl_llm.models.transformer import LanguageModel, Params
@@ -110,26 +112,17 @@ def differing(arms: Sequence[Arm]) -> dict[str, jax.Array]:
     """
     if not arms:
         raise ConfigError("a sweep of no arms: expected at least one")
-    described = [flat(dataclasses.replace(arm, seed=0)) for arm in arms]
-    kinds = {type(arm.algorithm).__name__ for arm in arms}
-    names = {name for one in described for name in one}
-    differ = sorted(n for n in names if len({repr(one.get(n)) for one in described}) > 1)
-    others = [name for name in differ if name not in SCALARS]
-    if others or len(kinds) > 1:
+    first, *rest = [dataclasses.asdict(arm) for arm in arms]
+    differ = {name for one in rest for name in config_diff(first, one)} - {"seed"}
+    others = sorted(differ.difference(SCALARS))
+    if others:
         raise ConfigError(
-            f"arms differ in {', '.join(others) or ' and '.join(sorted(kinds))}, which is compiled "
-            f"into a program; within one sweep only the seed and {', '.join(SCALARS)} may differ: "
-            "make a sweep for each value"
+            f"arms differ in {', '.join(others)}, which is compiled into a program; within one "
+            f"sweep only the seed and {', '.join(SCALARS)} may differ: make a sweep for each value"
         )
-    return {name: jnp.array([one[name] for one in described], jnp.float32) for name in differ}
-
-
-def flat(arm: Arm) -> dict[str, Any]:
-    """Every field by its path."""
     return {
-        f"{part}.{name}": value
-        for part in ("algorithm", "optimizer", "sampling")
-        for name, value in vars(getattr(arm, part)).items()
+        name: jnp.array([attrgetter(name)(arm) for arm in arms], jnp.float32)
+        for name in sorted(differ)
     }
 
 
