@@ -110,8 +110,9 @@ def test_a_value_model_is_trained_in_each_run(toy, toy_params, bandits):
         chex.assert_trees_all_close(of_run(together, n).critic, alone.critic, atol=1e-5)
 
 
-def test_an_arm_without_a_kl_is_not_pulled_beside_one_with(toy, toy_params, bandits):
-    arms = [changed(BASE, "algorithm.kl_coef", coef) for coef in (0.0, 0.5)]
+def test_an_arm_keeps_its_own_coefficients_beside_one_with_larger_ones(toy, toy_params, bandits):
+    pulled = changed(changed(BASE, "algorithm.kl_coef", 0.5), "algorithm.entropy_coef", 0.2)
+    arms = [changed(BASE, "algorithm.kl_coef", 0.0), pulled]
     sweep = make_sweep(arms, bandits, toy, TRAIN)
     together, metrics = jax.jit(sweep.iteration)(sweep.init(toy_params))
     alone, _ = single(arms[0], toy_params, toy, bandits, 1)
