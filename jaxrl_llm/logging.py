@@ -383,12 +383,20 @@ def provenance() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
+        "cpu": _cpu_model(),
         "device": devices[0].device_kind,
         "devices": len(devices),
         "processes": jax.process_count(),
         "command": list(sys.orig_argv),
         "start": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _cpu_model() -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _git(*arguments: str) -> str | None:

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from scipy import stats
 
 from jaxrl_llm.logging import read_rows
 from jaxrl_llm.types import ConfigError
@@ -123,6 +124,50 @@ def plot_arms(
     figure.suptitle(title, fontsize=13, fontweight="bold")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def plot_bands(
+    curves: Mapping[str, Mapping[str, Float[np.ndarray, "n steps"]]],
+    path: str | Path,
+    *,
+    title: str = "",
+    smooth: float = 0.1,
+) -> None:
+    """Draw what several seeds of several arms did: means, and bands of their 95 % t intervals.
+
+    Args:
+        curves: label of a panel → label of an arm → one row per seed, one column per iteration.
+        path: where the figure goes; its ending chooses the format. Folders are made.
+        title: heading of the figure.
+        smooth: width of the running mean that is taken of every seed, in runs.
+    """
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.03)
+    figure = Figure(figsize=(4.8 * len(curves), 4.0), layout=layout)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, len(curves), squeeze=False)[0]
+    for axis, (label, arms) in zip(axes, curves.items(), strict=True):
+        for name, values in arms.items():
+            width = max(1, round(smooth * values.shape[1]))
+            smoothed = np.stack([running_mean(seed, width) for seed in values.astype(float)])
+            n, mean = len(smoothed), smoothed.mean(0)
+            half = stats.t.ppf(0.975, n - 1) * smoothed.std(0, ddof=1) / np.sqrt(n)
+            steps = np.arange(1, values.shape[1] + 1)
+            (line,) = axis.plot(steps, mean, linewidth=1.6, label=name)
+            axis.fill_between(
+                steps, mean - half, mean + half, color=line.get_color(), alpha=0.18, linewidth=0
+            )
+        axis.set_xlabel("iteration")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False
+    )
+    if title:
+        figure.suptitle(title, fontsize=13, fontweight="bold")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
 
 
 def _draw(axis: Axes, rows: Sequence[Mapping[str, Any]], panel: Panel, step_label: str) -> None:

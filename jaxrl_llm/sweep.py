@@ -2,22 +2,34 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from tqdm import tqdm
 
-from jaxrl_llm.logging import config_diff
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.logging import Interrupt, MetricsLog, RunFolder, config_diff, read_rows
 from jaxrl_llm.losses.config import AlgorithmConfig
 from jaxrl_llm.losses.objective import make_algorithm
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
 from jaxrl_llm.rollout import Metrics, RolloutFn
 from jaxrl_llm.sampling import SamplingConfig
-from jaxrl_llm.training import TrainConfig, TrainState, init_state, make_iteration
+from jaxrl_llm.trainer import FREE_FIELDS, Measured, RunConfig
+from jaxrl_llm.training import (
+    TrainConfig,
+    TrainState,
+    init_state,
+    make_iteration,
+    scan_iterations,
+)
 from jaxrl_llm.types import ConfigError
 
 SCALARS = (  # what may differ between runs of one program, besides the seed
@@ -139,3 +151,108 @@ def with_values(config: Any, values: dict[str, Any]) -> Any:
         value = with_values(getattr(config, name), {rest: value}) if rest else value
         object.__setattr__(config, name, value)
     return config
+
+
+class SweepResult(NamedTuple):
+    """What `train_sweep` leaves in memory; the rest is in the folders."""
+
+    histories: list[list[dict[str, Any]]]  # of each run, the rows of its metrics.jsonl
+    seconds: list[float]  # of training, an N-th of the program's for each run
+    params: Params  # leaves [N, ...]
+    is_complete: bool  # False after an interrupt
+
+
+def train_sweep(
+    path: Path,
+    runs: Mapping[str, Mapping[str, Any]],
+    sweep: Sweep,
+    params: Params,
+    *,
+    run: RunConfig,
+    train: TrainConfig,
+    evaluate: Callable[[Params], Measured],
+) -> SweepResult:
+    """Train all runs of a sweep, from the newest checkpoint on; each logs to its own run folder.
+
+    The folder of the sweep holds the checkpoints of all, and the folders of its runs, which are
+    those of single runs without checkpoints. The policy is measured before training, once for all,
+    and after it.
+
+    Args:
+        path: the folder of the sweep.
+        runs: N names of folders in it, each with the settings that its config.json holds.
+        sweep: the N runs.
+        params: the policy that all begin with.
+        run: checkpoints and progress bar.
+        train: sizes; `iterations_per_call` of the iterations are one compiled call.
+        evaluate: measures the parameters of one run.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(
+            RunFolder.open(path, {"runs": dict(runs)}, free=_free_fields(runs))
+        )
+        folders = [
+            stack.enter_context(RunFolder.open(path / name, config, free=FREE_FIELDS))
+            for name, config in runs.items()
+        ]
+        interrupt = stack.enter_context(Interrupt())
+        checkpoints = stack.enter_context(
+            Checkpoints(folder.checkpoints, keep=run.keep, every=run.checkpoint_every)
+        )
+        state = sweep.init(params)
+        restored = checkpoints.restore_latest(state)
+        if restored is not None:
+            state = restored.state
+        done = int(state.iteration[0])
+        logs = [
+            stack.enter_context(MetricsLog(one, -1 if restored is None else done))
+            for one in folders
+        ]
+        if restored is None:
+            before = evaluate(params)
+            for log in logs:
+                log.write(0, before.metrics)
+                log.write_samples(0, before.samples)
+        calls: dict[int, Any] = {}
+        bar = stack.enter_context(
+            tqdm(total=train.iterations, initial=done, disable=run.quiet, unit="it", leave=False)
+        )
+        while done < train.iterations and not interrupt.requested:
+            length = min(train.iterations_per_call, train.iterations - done)
+            if length not in calls:
+                call = jax.jit(scan_iterations(sweep.iteration, length), donate_argnums=0)
+                calls[length] = call.lower(state).compile()
+            start = time.perf_counter()
+            state, metrics = calls[length](state)
+            metrics = jax.device_get(metrics)  # [length, N]
+            seconds = (time.perf_counter() - start) / len(logs)
+            done += length
+            for n, log in enumerate(logs):
+                rows = [{name: x[i, n] for name, x in metrics.items()} for i in range(length)]
+                if done == train.iterations:
+                    after = evaluate(jax.tree.map(lambda x, n=n: x[n], state.params))
+                    rows[-1] |= after.metrics
+                    log.write_samples(done, after.samples)
+                for i, row in enumerate(rows, start=done - length + 1):
+                    timing = {"time/iteration_seconds": seconds / length}
+                    log.write(
+                        i, row, timing | ({"time/train_seconds": seconds} if i == done else {})
+                    )
+            if checkpoints.is_due(done) or done == train.iterations or interrupt.requested:
+                for log in logs:
+                    log.sync()
+                checkpoints.save(done, state)
+            bar.update(length)
+        return SweepResult(
+            histories=[read_rows(one.metrics) for one in folders],
+            seconds=[
+                sum(row.get("time/train_seconds", 0.0) for row in read_rows(one.timing))
+                for one in folders
+            ],
+            params=state.params,
+            is_complete=done >= train.iterations,
+        )
+
+
+def _free_fields(runs: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(f"runs.{name}.{field}" for name in runs for field in FREE_FIELDS)

@@ -24,6 +24,11 @@ from jaxrl_llm.types import Completions, Prompts
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest test first, or the other workers wait for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_sharding.py")
+
+
 @pytest.fixture(scope="session")
 def model() -> LanguageModel:
     """A small model with every option on."""

@@ -80,10 +80,9 @@ def test_an_environment_of_ones_own_is_solved_as_shown():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["ppo", "grpo", "dapo"])
-def test_swapping_the_optimizer_changes_one_word(optimizer, tmp_path):
+def test_swapping_the_optimizer_changes_one_word(tmp_path):
     assert USAGE.count('"dapo"') == 1
-    result = run(USAGE.replace('"dapo"', f'"{optimizer}"'))["result"]
+    result = run(USAGE.replace('"dapo"', '"ppo"'))["result"]
     assert result.is_complete
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/svg+xml") >= 6
