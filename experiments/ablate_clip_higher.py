@@ -28,7 +28,7 @@ PARTS: dict[str, dict[str, Any]] = {
 DAPO_BASE = dataclasses.replace(
     BASE,
     algorithm=DAPOConfig(kl_in="monitor"),
-    train=dataclasses.replace(BASE.train, epochs=2, minibatches=2, microbatches=4, iterations=60),
+    train=dataclasses.replace(BASE.train, epochs=2, minibatches=2, microbatches=2, iterations=40),
 )
 
 

@@ -20,7 +20,7 @@ from jaxrl_llm.types import ConfigError
 class Config(StudyConfig):
     """Group sizes."""
 
-    groups: tuple[int, ...] = (2, 4, 8, 16, 32)
+    groups: tuple[int, ...] = (2, 8, 32)
     """Completions per problem, smallest first; they divide base.train.prompts × group_size."""
 
 

@@ -15,7 +15,7 @@ COLUMNS = {  # figure → its column and format
     "unsteadiness": ("unsteadiness", ".3f"),
 }
 ORDER = (
-    "compare_algorithms",
+    "ablate_algorithm",
     "ablate_learning_rate",
     "ablate_group_size",
     "ablate_kl_coef",

@@ -126,11 +126,11 @@ def check_arms(
 ) -> int:
     """Train arms again, by default those of the study, and compare what every seed came to."""
     module = importlib.import_module(f"experiments.{name}")
-    default: StudyConfig = default or module.Config()
+    chosen: StudyConfig = default or module.Config()
     config = dataclasses.replace(
-        default,
+        chosen,
         seeds=record["seeds"],
-        run=dataclasses.replace(default.run, root=root, name="verify"),
+        run=dataclasses.replace(chosen.run, root=root, name="verify"),
     ).resolved()
     arms = {label: arm for label, arm in module.arms(config).items() if label in labels}
     for label in labels:
