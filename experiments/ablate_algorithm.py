@@ -1,7 +1,8 @@
 """Claim: PPO, GRPO and DAPO each raise held-out sampled accuracy, and GRPO does as well as PPO.
 
 Equal prompts, completions and iterations for all; DAPO with and without dynamic sampling, which
-samples more. `compare_algorithms` trains each for as long as its own experiment does, with one seed.
+samples more. `compare_algorithms` trains each for as long as its own experiment does, with one
+seed.
 
 Command   python -m experiments.ablate_algorithm
 Expected  RESULTS.md: means with intervals over 5 seeds, and the verdict

@@ -12,7 +12,8 @@ from jaxrl_llm.losses.ppo import PPOConfig
 from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
 from jaxrl_llm.rollout import Rollout, completion_keys
 from jaxrl_llm.sampling import SamplingConfig, sample
-from jaxrl_llm.sweep import SCALARS, Arm, make_sweep
+from jaxrl_llm.sweep import SCALARS, Arm, make_sweep, train_sweep
+from jaxrl_llm.trainer import Measured, RunConfig
 from jaxrl_llm.training import TrainConfig, init_state, make_iteration, scan_iterations
 from jaxrl_llm.types import ConfigError, Prompts
 
@@ -148,3 +149,66 @@ def test_seeds_alone_need_no_vector_of_values(toy, toy_params, bandits):
     assert state.iteration.shape == (3,) and metrics["reward/mean"].shape == (3,)
     assert len(set(metrics["policy/entropy"].tolist())) == 3
     assert jnp.isfinite(metrics["loss"]).all()
+
+
+class StopsOnce:
+    """An `Interrupt` that is requested after the first call."""
+
+    checks = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    @property
+    def requested(self):
+        self.checks += 1
+        return self.checks > 1
+
+
+def measured(params):
+    size = sum(float(jnp.abs(x).sum()) for x in jax.tree.leaves(params))
+    return Measured({"eval/sampled": size}, [])
+
+
+def test_a_sweep_that_was_stopped_goes_on_to_the_same_bytes(
+    toy, toy_params, bandits, tmp_path, monkeypatch
+):
+    arms = [BASE, changed(dataclasses.replace(BASE, seed=1), "algorithm.kl_coef", 0.5)]
+    train = dataclasses.replace(TRAIN, iterations_per_call=1)
+    sweep = make_sweep(arms, bandits, toy, train)
+    runs = {f"run-{n}": {"arm": dataclasses.asdict(arm)} for n, arm in enumerate(arms)}
+
+    def go(name):
+        return train_sweep(
+            tmp_path / name,
+            runs,
+            sweep,
+            toy_params,
+            run=RunConfig(quiet=True),
+            train=train,
+            evaluate=measured,
+        )
+
+    whole = go("whole")
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxrl_llm.sweep.Interrupt", StopsOnce)
+        stopped = go("stopped")
+    assert whole.is_complete and not stopped.is_complete
+    assert [len(rows) for rows in stopped.histories] == [2, 2]
+    resumed = go("stopped")
+    assert resumed.is_complete and resumed.histories == whole.histories
+    chex.assert_trees_all_equal(resumed.params, whole.params)
+    for name in runs:
+        files = [tmp_path / folder / name / "metrics.jsonl" for folder in ("whole", "stopped")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    first, second = whole.histories
+    assert first[0] == second[0] and first[-1]["eval/sampled"] != second[-1]["eval/sampled"]
+    assert [row["kl/coef"] for row in second[1:]] == [0.5] * 3
+    again = go("whole")  # nothing is left to do, and nothing is done
+    assert again.histories == whole.histories and again.seconds == whole.seconds
+    runs["run-1"] = {"arm": dataclasses.asdict(BASE)}
+    with pytest.raises(ConfigError, match="run-1.arm.seed was 1, now 0"):
+        go("whole")
