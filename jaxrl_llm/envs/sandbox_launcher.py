@@ -52,13 +52,18 @@ def main() -> None:
     """Give everything up and run the code."""
     limits, code = json.loads(sys.argv[1]), sys.argv[2]
     os.nice(10)
+    give_up(limits)
+    os.execv(sys.executable, [sys.executable, *PYTHON_FLAGS, "-c", code])
+
+
+def give_up(limits: dict[str, int]) -> None:
+    """Take limits of the module `resource` by name, and do without all that is refused below."""
     for name, value in limits.items():
         _limit(getattr(resource, name), value)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     confine_writes()
     refuse_system_calls()
     drop_capabilities()
-    os.execv(sys.executable, [sys.executable, *PYTHON_FLAGS, "-c", code])
 
 
 def _limit(kind: int, value: int) -> None:
