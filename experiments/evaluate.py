@@ -1,0 +1,221 @@
+"""Claim: what a policy scores on public tasks, by lm-eval's own code, and what training changed.
+
+Tasks are lm-eval's, unchanged: prompts, worked examples, extraction and scores. With --base both
+policies get the same questions; the table has the paired difference, its interval and an exact
+test. What is finished is found again; what was interrupted goes on.
+
+Command   python -m experiments.evaluate --model FOLDER --tasks gsm8k,minerva_math,bbh,mmlu_pro
+          python -m experiments.evaluate --model FOLDER --base smollm2-135m --limit 200
+Expected  EVALUATE_EXPECTED
+Time      EVALUATE_TIME
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from experiments import cli
+from jaxrl_llm.logging import provenance, write_json
+from jaxrl_llm.models import hf
+from jaxrl_llm.policy import Policy
+from jaxrl_llm.suites import SuiteResult, comparison_table, load_result, save_result
+from jaxrl_llm.types import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A policy, perhaps beside the one it was trained from, on tasks of lm-eval."""
+
+    model: str = "smollm2-135m"
+    """A folder that Policy.save wrote, or of transformers or PEFT; a GGUF file; a preset's name, or
+    one of the Hugging Face hub."""
+    base: str | None = None
+    """What it is compared with: another of these."""
+    tasks: str = "gsm8k,minerva_math,bbh,mmlu_pro"
+    """Names of lm-eval's tasks or groups, with commas between them."""
+    limit: int | None = None
+    """Questions of each task, the first ones; all of them without it."""
+    data: Path | None = None
+    """Folder with local copies of the data: TASK.jsonl, TASK.parquet, or TASK/SPLIT.jsonl."""
+    num_fewshot: int | None = None
+    """Worked examples before each question; without it the task's own number."""
+    chat: bool = False
+    """Ask by the model's chat template."""
+    max_length: int | None = None
+    """Longest prompt and answer together, in tokens; by default the tokenizer's, or else 2048."""
+    max_gen_toks: int = 256
+    """Longest answer in tokens, where a task does not say."""
+    batch_size: int = 8
+    """Rows computed at once."""
+    weights: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and computation."""
+    root: Path = Path("runs")
+    """Results are written to ROOT/evaluate/NAME."""
+    name: str = "default"
+    """Name of the results."""
+    smoke: bool = False
+    """Two made-up questions for a model with fresh weights, to see that everything works."""
+
+    def __post_init__(self):
+        if not self.names or len(set(self.names)) < len(self.names):
+            raise ConfigError(f"tasks={self.tasks!r}: expected distinct names, such as gsm8k,bbh")
+        for name in ("limit", "max_length", "max_gen_toks", "batch_size"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ConfigError(f"{name}={size}: expected at least 1")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ConfigError(f"num_fewshot={self.num_fewshot}: expected 0 or more")
+        if self.data is not None and not self.data.is_dir():
+            raise ConfigError(f"data: {self.data} is no folder: expected one with gsm8k.jsonl")
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ConfigError(f"name={self.name!r}: expected a plain folder name, such as final")
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name in (part.strip() for part in self.tasks.split(",")) if name]
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "evaluate" / self.name
+
+
+class Candidate:
+    """A policy by its name, loaded when something is to be measured."""
+
+    def __init__(self, name: str, config: Config):
+        self.name, self.config = name, config
+        self.path = hf.resolve(name)
+        self.digest = fingerprint([self.path])
+
+    @cached_property
+    def lm(self) -> Any:
+        from jaxrl_llm.harness import HarnessLM
+
+        config = self.config
+        policy = Policy.from_pretrained(
+            self.name, dtype=config.weights, compute_dtype=config.weights
+        )
+        return HarnessLM(
+            policy,
+            batch_size=config.batch_size,
+            max_length=config.max_length,
+            max_gen_toks=config.max_gen_toks,
+        )
+
+
+def fingerprint(paths: list[Path]) -> str:
+    """A digest of the names, sizes and times of change of files, and of those in folders."""
+    files = [
+        (path.parent, f) for path in paths for f in ([path] if path.is_file() else path.rglob("*"))
+    ]
+    told = sorted(
+        (str(f.relative_to(above)), f.stat().st_size, f.stat().st_mtime_ns)
+        for above, f in files
+        if f.is_file()
+    )
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
+
+def settings_of(candidate: Candidate, task: str) -> dict[str, Any]:
+    """All that a result depends on."""
+    config = candidate.config
+    kept = ("limit", "num_fewshot", "chat", "max_length", "max_gen_toks", "weights")
+    copies = None if config.data is None else fingerprint(sorted(config.data.glob(f"{task}*")))
+    return {
+        "task": task,
+        "model": candidate.name,
+        "model_digest": candidate.digest,
+        "data_digest": copies,
+        "lm_eval": version("lm-eval"),
+        **{name: getattr(config, name) for name in kept},
+    }
+
+
+def measured(candidate: Candidate, task: str) -> SuiteResult:
+    """The result of one policy on one task: found, or else measured and kept."""
+    config, settings = candidate.config, settings_of(candidate, task)
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    path = config.folder / "results" / f"{task}-{Path(candidate.name).name}-{key}.json"
+    if path.is_file():
+        print(f"{task}, {candidate.name}: found {path}")
+        return load_result(path)
+    from jaxrl_llm.harness_tasks import evaluate_task
+
+    print(f"{task}, {candidate.name}:", flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    responses = path.with_suffix(".responses")
+    done = evaluate_task(
+        candidate.lm,
+        task,
+        limit=config.limit,
+        num_fewshot=config.num_fewshot,
+        chat=config.chat,
+        data=config.data,
+        use_cache=responses,
+    )
+    write_json(path.with_suffix(".answers.json"), done.answers)
+    save_result(path, done.result, provenance() | {"settings": settings})
+    Path(f"{responses}_rank0.db").unlink(missing_ok=True)  # as lm-eval names it
+    return done.result
+
+
+def main(config: Config) -> None:
+    try:
+        version("lm-eval")
+    except ModuleNotFoundError:
+        raise ConfigError("this needs lm-eval: pip install 'jaxrl_llm[eval]'") from None
+    if config.smoke:
+        config = smoke(config)
+    candidates = [Candidate(name, config) for name in (config.base, config.model) if name]
+    results = [[measured(candidate, task) for task in config.names] for candidate in candidates]
+    rows = list(zip(candidates, results, strict=True))
+    table = comparison_table([(candidate.name, found) for candidate, found in rows])
+    print(f"\n{table}")
+    (config.folder / "table.md").write_text(table, encoding="utf-8")
+    write_json(
+        config.folder / "results.json",
+        {
+            "provenance": provenance(),
+            "results": [
+                {"model": candidate.name} | dataclasses.asdict(result)
+                for candidate, found in rows
+                for result in found
+            ],
+        },
+    )
+    print(f"{config.folder}: results.json, table.md; answers in results/")
+
+
+def smoke(config: Config) -> Config:
+    """This config with a fresh model and two questions, written beside the results."""
+    import string
+
+    from jaxrl_llm.models.transformer import ModelConfig
+    from jaxrl_llm.tokenizers import CharTokenizer
+
+    folder = config.root / "evaluate" / "smoke"
+    sizes = ModelConfig(width=16, layers=1, heads=2)
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    questions = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in (1, 2)]
+    lines = "".join(json.dumps(row) + "\n" for row in questions)
+    (folder / "data" / "gsm8k.jsonl").write_text(lines)
+    Policy.from_scratch(sizes, tokenizer=CharTokenizer(string.printable)).save(folder / "policy")
+    return dataclasses.replace(
+        config,
+        model=str(folder / "policy"),
+        base=None,
+        tasks="gsm8k",
+        data=folder / "data",
+        num_fewshot=1,
+        max_length=256,
+        max_gen_toks=16,
+        name="smoke",
+    )
+
+
+if __name__ == "__main__":
+    cli.run(Config, main, __doc__)
