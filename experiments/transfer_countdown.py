@@ -133,7 +133,7 @@ def main(config: Config) -> bool:
             if policy is None:
                 return False
             columns.append((stage, measured(config, stage, policy)))
-        table = comparison_table(columns)
+        table = comparison_table([(stage, [scores(r) for r in found]) for stage, found in columns])
         print(f"\n{table}")
         (config.folder / "table.md").write_text(table, encoding="utf-8")
         write_json(config.folder / "results.json", record(columns))
@@ -241,6 +241,16 @@ def countdown_suite(name: str, n: int, changes: dict[str, int], seed: int = 1_00
         grade=graded,
         ask=AskConfig(question="{question}", chat=False),
     )
+
+
+def scores(result: SuiteResult) -> SuiteResult:
+    """What belongs into the table: not how many answers were cut off, or none."""
+    kept = {
+        name: values
+        for name, values in result.scores.items()
+        if not name.endswith(("answered", "truncated", "ungraded"))
+    }
+    return dataclasses.replace(result, scores=kept)
 
 
 def record(columns: list[tuple[str, list[SuiteResult]]]) -> dict[str, Any]:
