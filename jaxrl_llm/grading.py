@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
@@ -81,10 +82,12 @@ class GradingPool:
             return list(threads.map(self._grade_one, calls))
 
     def _grade_one(self, arguments: tuple) -> Grade:
-        try:
-            worker = self._idle.pop()
-        except IndexError:
-            worker = _Worker(self._made_by, self._seconds)
+        worker = None
+        while worker is None or not worker.is_running():
+            try:
+                worker = self._idle.pop()
+            except IndexError:
+                worker = _Worker(self._made_by, self._seconds)
         grade = worker.call(arguments, self._seconds)
         if worker.is_lost:
             worker.end()
@@ -150,10 +153,14 @@ class _Worker:
             return Grade(0.0, "failed", answer["problem"])
         return Grade(answer["value"])
 
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
     def end(self) -> None:
         self._process.kill()
-        with self._process:
+        with suppress(BrokenPipeError), self._process:  # what it did not read is flushed
             pass
+        self._process.wait()
         self._folder.cleanup()
 
 

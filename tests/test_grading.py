@@ -1,5 +1,7 @@
 """Graders in processes of their own: what hangs, dies or raises costs one answer."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -53,6 +55,27 @@ def test_a_process_is_replaced_only_when_it_is_lost():
         assert other.status == "ok" and other.value != first.value
         assert not Path(f"/proc/{first.value}").exists()
     assert not Path(f"/proc/{other.value}").exists()
+
+
+def test_a_process_that_ends_between_two_calls_costs_nothing():
+    with GradingPool(graders_for_tests.made) as pool:
+        pid = pool.grade([("pid",)])[0].value
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+        assert pool.grade([("1",)]) == [grading.Grade(1.0)]
+
+
+def test_a_large_request_to_a_process_that_ends_costs_one_answer(pool):
+    grades = pool.grade([("die",), ("0" * 10**6 + "1",), ("1",)])
+    assert [grade.value for grade in grades] == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_a_process_outlives_a_long_pause():
+    with GradingPool(graders_for_tests.made, seconds=1.0) as pool:
+        before = pool.grade([("pid",)])
+        time.sleep(12.0)  # its own alarm, for when the pool is gone, is set to 11 s
+        assert pool.grade([("pid",)]) == before
 
 
 def test_what_graders_print_is_no_grade(pool):

