@@ -81,13 +81,19 @@ class GradingPool:
         with ThreadPoolExecutor(self._n_workers) as threads:
             return list(threads.map(self._grade_one, calls))
 
-    def _grade_one(self, arguments: tuple) -> Grade:
-        worker = None
-        while worker is None or not worker.is_running():
+    def _take(self) -> "_Worker":
+        """A process that waits, or else a new one; those that have ended are cleared away."""
+        while True:
             try:
                 worker = self._idle.pop()
             except IndexError:
-                worker = _Worker(self._made_by, self._seconds)
+                return _Worker(self._made_by, self._seconds)
+            if worker.is_running():
+                return worker
+            worker.end()
+
+    def _grade_one(self, arguments: tuple) -> Grade:
+        worker = self._take()
         grade = worker.call(arguments, self._seconds)
         if worker.is_lost:
             worker.end()
