@@ -47,7 +47,9 @@ completions of ten tokens can support them or not; it cannot settle them.
 
 
 def markdown(record: Mapping[str, Any]) -> str:
-    """The table of an experiment's record, and what it says of the claims."""
+    """The tables of a record: of arms with what they say of the claims, or of one run."""
+    if "arms" not in record:
+        return _of_one_run(record)
     titles = [title for title, _ in COLUMNS.values()]
     lines = [
         f"| arm | n | {' | '.join(titles)} | seconds a run |",
@@ -61,6 +63,21 @@ def markdown(record: Mapping[str, Any]) -> str:
     told = [f"- {finding['told']}" for finding in record["findings"]]
     before = format(record["before"]["sampled"], ".3f")
     return "\n".join([*lines, "", f"Sampled accuracy before: {before}.", "", *told]) + "\n"
+
+
+def _of_one_run(record: Mapping[str, Any]) -> str:
+    """Before and after, intervals over problems."""
+    before, after = record["before"], record["after"]
+    lines = ["| held out | before RL | after RL |", "|---|---|---|"]
+    for name in before:
+        if not name.endswith(("_low", "_high")):
+            told = [
+                interval((row[name], row[f"{name}_low"], row[f"{name}_high"]), ".3f")
+                for row in (before, after)
+            ]
+            lines.append(f"| {name.removeprefix('eval/')} | {' | '.join(told)} |")
+    cost = f"{record['iterations']} iterations, {record['run_seconds']:.0f} s"
+    return "\n".join([*lines, "", f"{cost}; intervals are over problems, of one seed."]) + "\n"
 
 
 def interval(estimate: tuple[float, float, float], form: str) -> str:
@@ -77,13 +94,17 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
         dirty = ", with changes" if origin["is_dirty"] else ""
         parts.append(
             f"## {name}\n\n{record['claim']}\n\n"
-            f"`python -m experiments.{name}` · seeds 0 to {record['seeds'] - 1} · "
+            f"`python -m experiments.{name}` · {_seeds(record)} · "
             f"{origin['cpus']} CPU cores ({origin['cpu']}) · jax {origin['versions']['jax']} · "
             f"commit {(origin['commit'] or 'unknown')[:7]}{dirty} · "
             f"[results/{name}.json](results/{name}.json)\n\n"
             f"{markdown(record)}\n![curves](results/{name}.png)\n"
         )
     return "\n".join(parts)
+
+
+def _seeds(record: Mapping[str, Any]) -> str:
+    return f"seeds 0 to {record['seeds'] - 1}" if "arms" in record else "seed 0"
 
 
 def _place(name: str) -> tuple[int, str]:

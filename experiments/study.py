@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,8 +56,6 @@ class StudyConfig:
     together: int = 5
     """Runs in one compiled program; they have to agree in all but the seed and the scalars of
     sweep.SCALARS."""
-    publish: bool = False
-    """Also copy table, figures and curves to results/ and write RESULTS.md anew."""
     run: RunConfig = RunConfig()
     """Where the runs and their comparison write; run.seed is not read."""
     smoke: bool = False
@@ -69,8 +66,6 @@ class StudyConfig:
             raise ConfigError(f"seeds={self.seeds}: no interval; expected at least 2, better 5")
         if self.together < 1:
             raise ConfigError(f"together={self.together}: expected at least 1")
-        if self.publish and self.smoke:
-            raise ConfigError("publish with smoke: tiny runs are no result; leave one of them out")
 
     def resolved(self):
         if not self.smoke:
@@ -362,6 +357,7 @@ def report(
         "experiment": experiment,
         "claim": header.strip().splitlines()[0],
         "seeds": config.seeds,
+        "smoke": config.smoke,
         "before": {"sampled": float(next(iter(arms.values())).figures["before"][0])},
         "arms": {name: described(arm) for name, arm in arms.items()},
         "findings": [
@@ -385,10 +381,6 @@ def report(
     }
     plot_bands(curves, path / "curves.png", title=experiment.replace("_", " "))
     print(f"\n{table}\n{path}: table.md, results.json, curves.png")
-    if config.publish:
-        for name, ending in (("results.json", "json"), ("curves.png", "png")):
-            shutil.copyfile(path / name, results.FOLDER / f"{experiment}.{ending}")
-        results.write_page()
 
 
 def described(arm: ArmResult) -> dict[str, Any]:

@@ -50,9 +50,10 @@ def main(config: Config) -> bool:
     if not records:
         raise ConfigError(f"{config.results} has no *.json; expected the published records")
     wrong = check_page(config.results, records)
-    for name, record in records.items():
+    ablations = {name: record for name, record in records.items() if "arms" in record}
+    for name, record in ablations.items():
         wrong += check_statistics(name, record)
-    chosen = select(records, tuple(records) if config.all else config.arms)
+    chosen = select(ablations, tuple(ablations) if config.all else config.arms)
     with tempfile.TemporaryDirectory() as scratch:
         root = config.root or Path(scratch)
         for name, labels in chosen.items():

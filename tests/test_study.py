@@ -11,6 +11,7 @@ from experiments import (
     ablate_kl_coef,
     ablate_learning_rate,
     cli,
+    publish,
     results,
     study,
     verify_results,
@@ -117,11 +118,9 @@ def test_figures_of_a_run():
     assert found["rounds"] == 1.0
 
 
-def test_too_few_seeds_and_published_toys_are_refused():
+def test_too_few_seeds_are_refused():
     with pytest.raises(ConfigError, match="seeds=1: no interval"):
         StudyConfig(seeds=1)
-    with pytest.raises(ConfigError, match="tiny runs are no result"):
-        StudyConfig(publish=True, smoke=True)
 
 
 def smoke(root):
@@ -218,6 +217,40 @@ def test_an_arm_trained_again_comes_out_the_same(published, capsys):
 
 def test_the_published_page_is_that_of_the_published_records():
     assert results.PAGE.read_text() == results.page(results.read())
+
+
+def test_toys_and_changed_code_are_not_published(published, tmp_path):
+    made = published / "ablate_kl_coef" / "smoke"
+    folder = tmp_path / "results"
+    with pytest.raises(ConfigError, match="a smoke run is no result"):
+        publish.main(publish.Config(folders=(made,), results=folder))
+    with pytest.raises(ConfigError, match="neither results.json nor summary.json"):
+        publish.main(publish.Config(folders=(tmp_path,), results=folder))
+    record = json.loads((made / "results.json").read_text()) | {"smoke": False}
+    record["provenance"]["is_dirty"] = True
+    (tmp_path / "results.json").write_text(json.dumps(record))
+    (tmp_path / "curves.png").write_bytes((made / "curves.png").read_bytes())
+    with pytest.raises(ConfigError, match="not committed"):
+        publish.main(publish.Config(folders=(tmp_path,), results=folder))
+    publish.main(publish.Config(folders=(tmp_path,), results=folder, changed=True))
+    assert "commit" in (tmp_path / "RESULTS.md").read_text()
+    assert verify_results.main(verify_results.Config(results=folder, arms=()))
+
+
+def test_a_single_run_is_published_with_its_figures(tmp_path):
+    run = tmp_path / "run"
+    (run / "plots").mkdir(parents=True)
+    (run / "plots" / "learning.png").write_bytes(b"figure")
+    figures = {f"eval/sampled{end}": 0.25 for end in ("", "_low", "_high")}
+    summary = {"experiment": "countdown_3to4", "before": figures, "after": figures}
+    summary |= {"iterations": 4, "run_seconds": 7.0, "commit": "abcdefgh", "is_dirty": False}
+    summary |= {"versions": {"jax": "0.10.2"}, "cpus": 2, "cpu": "some"}
+    (run / "summary.json").write_text(json.dumps(summary))
+    publish.main(publish.Config(folders=(run,), results=tmp_path / "results"))
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "| sampled | 0.250 [0.250, 0.250] | 0.250 [0.250, 0.250] |" in page
+    assert "4 iterations, 7 s" in page and "commit abcdefg " in page
+    assert verify_results.main(verify_results.Config(results=tmp_path / "results", arms=()))
 
 
 def test_unknown_arms_are_refused():
