@@ -29,7 +29,7 @@ _ORIGIN = ("commit", "is_dirty", "versions", "python", "platform", "cpus", "cpu"
 class Config:
     """Which runs to publish."""
 
-    folders: tyro.conf.Positional[tuple[Path, ...]]
+    folders: tyro.conf.Positional[tuple[Path, ...]] = ()
     """Folders of finished ablations or runs."""
     results: Path = results.FOLDER
     """Folder of the records; RESULTS.md lies beside it."""
@@ -38,6 +38,8 @@ class Config:
 
 
 def main(config: Config) -> None:
+    if not config.folders:
+        raise ConfigError("no folder: expected some, such as runs/ablate_kl_coef/default")
     config.results.mkdir(exist_ok=True)
     for folder in config.folders:
         record, figure = read(folder)
@@ -64,7 +66,9 @@ def read(folder: Path) -> tuple[dict[str, Any], Path]:
         ConfigError: it holds nothing finished.
     """
     if (folder / "results.json").is_file():
-        return json.loads((folder / "results.json").read_text()), folder / "curves.png"
+        record = json.loads((folder / "results.json").read_text())
+        record["provenance"] = {name: record["provenance"].get(name) for name in _ORIGIN}
+        return record, folder / "curves.png"
     if not (folder / "summary.json").is_file():
         raise ConfigError(
             f"{folder}: neither results.json nor summary.json there; expected the folder of a "
