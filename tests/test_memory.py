@@ -114,7 +114,6 @@ SLOW = {
     "separate value model": Case(
         config=with_remat(SMALL), algorithm=PPOConfig(value_model="separate")
     ),
-    "bfloat16": Case(config=in_bfloat16(SMALL), rank=8, vocab=300),
     "whole batch scored, microbatches of one": Case(
         config=with_remat(SMALL),
         vocab=64,
@@ -122,7 +121,6 @@ SLOW = {
         train=TrainConfig(prompts=16, group_size=4, microbatches=16),
         algorithm=GRPOConfig(kl_coef=0.1),
     ),
-    "SmolLM2, adapters": Case(config=SMOLLM2_135M, vocab=49152, rank=8, tokens=33),
     "SmolLM2, adapters, remat": Case(
         config=with_remat(SMOLLM2_135M),
         vocab=49152,
