@@ -6,7 +6,7 @@ seed.
 
 Command   python -m experiments.ablate_algorithm
 Expected  RESULTS.md: means with intervals over 5 seeds, and the verdict
-Time      @TIME@ on 2 CPU cores
+Time      about 10 minutes on 2 CPU cores, beside another program
 """
 
 import dataclasses

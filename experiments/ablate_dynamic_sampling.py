@@ -5,7 +5,7 @@ is with as many iterations as the measured rollouts, or seconds, per iteration a
 
 Command   python -m experiments.ablate_dynamic_sampling
 Expected  RESULTS.md: means with intervals over 5 seeds, and the verdict
-Time      @TIME@ on 2 CPU cores
+Time      about 10 minutes on 2 CPU cores
 """
 
 import dataclasses

@@ -6,8 +6,8 @@ test. What is finished is found again; what was interrupted goes on.
 
 Command   python -m experiments.evaluate --model FOLDER --tasks gsm8k,minerva_math,bbh,mmlu_pro
           python -m experiments.evaluate --model FOLDER --base smollm2-135m --limit 200
-Expected  EVALUATE_EXPECTED
-Time      EVALUATE_TIME
+Expected  a table of scores with intervals, and what training changed
+Time      as the model and the number of questions say
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ compared, nor arms whose length was derived from times.
 
 Command   python -m experiments.verify_results
 Expected  "the same" for every number; exit status 1 when one is not
-Time      @TIME@ on 2 CPU cores
+Time      about 2 minutes on 2 CPU cores
 """
 
 import dataclasses
