@@ -42,10 +42,11 @@ tested, without correction for their number.
 
 The claims F2 to F8 are those of a comparative study of PPO, GRPO and DAPO on language models of
 1.5 billion parameters (https://arxiv.org/abs/2512.07611). A model 4,000 times smaller on
-completions of ten tokens can support them or not; it cannot settle them. All arms share a learning
-rate of 8e-4, chosen beforehand (but for those of ablate_learning_rate, where 1e-4 does as well, with
-a higher greedy accuracy): some effects may be those of a rate on the large side. Seconds are those
-of a run's share of its program; but for ablate_dynamic_sampling other programs ran beside it.
+completions of ten tokens can support them or not; it cannot settle them. All arms share a
+learning rate of 8e-4, chosen beforehand (but for those of ablate_learning_rate, where 1e-4 does as
+well, with a higher greedy accuracy): some effects may be those of a rate on the large side. Seconds
+are those of a run's share of its program; but for ablate_dynamic_sampling other programs ran beside
+it.
 """
 
 
