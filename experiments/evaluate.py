@@ -6,8 +6,11 @@ test. What is finished is found again; what was interrupted goes on.
 
 Command   python -m experiments.evaluate --model FOLDER --tasks gsm8k,minerva_math,bbh,mmlu_pro
           python -m experiments.evaluate --model FOLDER --base smollm2-135m --limit 200
-Expected  a table of scores with intervals, and what training changed
-Time      as the model and the number of questions say
+          python -m experiments.evaluate --tasks gsm8k --data tests/harness --num-fewshot 2
+              --max-gen-toks 25 --batch-size 25     fifty simple problems, without a network
+Expected  of the last: 0.480 [0.348, 0.615] by strict and by lenient extraction, each answer as by
+          lm-eval's own model on torch
+Time      of the last: 2.5 minutes on 2 shared CPU cores; 5 seconds when it is repeated
 """
 
 import dataclasses
