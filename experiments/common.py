@@ -1,8 +1,6 @@
 """What all experiments with a warm start share: settings, the warm start, the run."""
 
 import dataclasses
-import hashlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +12,7 @@ from jaxtyping import Array, Key
 
 from jaxrl_llm.distributed import agree
 from jaxrl_llm.evaluation import EvalConfig
-from jaxrl_llm.logging import RunFolder
+from jaxrl_llm.logging import RunFolder, config_hash
 from jaxrl_llm.losses.config import AlgorithmConfig
 from jaxrl_llm.memory import Estimate, estimate
 from jaxrl_llm.models import lora
@@ -200,7 +198,7 @@ def train_warm_start(config: ExperimentConfig, setting: Setting) -> WarmStart:
         return WarmStart(policy, None)
     policy = dataclasses.replace(policy, params=config.lora.add_to(policy.params, config.sft_seed))
     settings = config.warm_start
-    name = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    name = config_hash(settings)
     optimizer = make_optimizer(config.sft.optimizer, config.sft.steps)
     rows = config.sft.batch // config.sft.microbatches
     layout.config.check_rows(rows, "examples of a microbatch of the warm start")

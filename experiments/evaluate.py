@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments import cli
-from jaxrl_llm.logging import provenance, write_json
+from jaxrl_llm.logging import config_hash, provenance, write_json
 from jaxrl_llm.models import hf
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.suites import SuiteResult, comparison_table, load_result, save_result
@@ -141,7 +141,7 @@ def settings_of(candidate: Candidate, task: str) -> dict[str, Any]:
 def measured(candidate: Candidate, task: str) -> SuiteResult:
     """The result of one policy on one task: found, or else measured and kept."""
     config, settings = candidate.config, settings_of(candidate, task)
-    key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    key = config_hash(settings)
     path = config.folder / "results" / f"{task}-{Path(candidate.name).name}-{key}.json"
     if path.is_file():
         print(f"{task}, {candidate.name}: found {path}")

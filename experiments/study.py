@@ -1,7 +1,6 @@
 """What all ablations share: arms over seeds as sweeps, tables, curves and verdicts."""
 
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
@@ -16,7 +16,7 @@ from experiments import results
 from experiments.common import Setting, make_trainer, settings_of, train_warm_start
 from experiments.countdown import CountdownConfig
 from jaxrl_llm.evaluation import Estimate, EvalConfig
-from jaxrl_llm.logging import provenance, write_json
+from jaxrl_llm.logging import config_hash, provenance, write_json
 from jaxrl_llm.losses.grpo import GRPOConfig
 from jaxrl_llm.models.transformer import Params
 from jaxrl_llm.optimizer import OptimizerConfig
@@ -66,12 +66,13 @@ class StudyConfig:
             raise ConfigError(f"seeds={self.seeds}: no interval; expected at least 2, better 5")
         if self.together < 1:
             raise ConfigError(f"together={self.together}: expected at least 1")
+        if self.base.paper or self.base.estimate:
+            raise ConfigError("base.paper and base.estimate are for single runs: leave them out")
 
     def resolved(self):
-        if not self.smoke:
-            return dataclasses.replace(self, base=dataclasses.replace(self.base, run=self.run))
-        base = dataclasses.replace(self.base, run=self.run).small()
-        return dataclasses.replace(self, base=base, seeds=2, run=base.run)
+        base = dataclasses.replace(self.base, run=self.run, smoke=self.smoke).resolved()
+        seeds = 2 if self.smoke else self.seeds
+        return dataclasses.replace(self, base=base, seeds=seeds, run=base.run)
 
     def with_base(self, **changes: Any) -> CountdownConfig:
         """The base with fields changed, by part: `algorithm={"kl_coef": 0.1}`."""
@@ -86,9 +87,7 @@ class ArmResult(NamedTuple):
     """What the seeds of one arm came to."""
 
     config: CountdownConfig
-    figures: dict[
-        str, Float[np.ndarray, "n"]
-    ]  # of results.COLUMNS, and seconds, completions, rounds
+    figures: dict[str, Float[np.ndarray, "n"]]  # of results.COLUMNS, and what they cost
     curves: dict[str, Float[np.ndarray, "n iterations"]]
 
     def estimate(self, figure: str) -> Estimate:
@@ -170,6 +169,8 @@ def run_arms(
         ConfigError: settings that cannot work, before anything is compiled.
     """
     setting = config.base.setting()
+    path = config.run.root / experiment / config.run.name
+    shapes = jax.eval_shape(setting.model.init, jax.random.key(0))
     for arm in arms.values():
         if arm.warm_start != config.base.warm_start:
             raise ConfigError("the arms of a study share one warm start: expected equal sft.*")
@@ -181,11 +182,11 @@ def run_arms(
                 "the arms of a study are measured alike: expected equal eval.* and "
                 "sampling.max_tokens"
             )
-        _check(arm)
+        # What a single run would refuse.
+        make_trainer(arm, setting, Policy(setting.model, setting.env.tokenizer, shapes), path)
     warm = train_warm_start(config.base, setting)
     if warm.policy is None:
         return None
-    path = config.run.root / experiment / config.run.name
     measure = make_trainer(config.base, setting, warm.policy, path).measure()
     histories: dict[str, list[tuple[list[dict[str, Any]], float]]] = {name: [] for name in arms}
     for part in programs(arms, config.seeds, config.together):
@@ -212,8 +213,7 @@ def programs(
 
 def _static(arm: CountdownConfig) -> dict[str, Any]:
     """The settings of an arm without those that may differ within a program."""
-    described = dataclasses.asdict(arm)
-    del described["run"]
+    described = settings(arm)
     for path in SCALARS:
         part, name = path.split(".")
         del described[part][name]
@@ -271,17 +271,6 @@ def _train(
     for (name, _), rows, seconds in zip(runs, result.histories, result.seconds, strict=True):
         histories[name].append((rows, seconds))
     return result.is_complete
-
-
-def _check(arm: CountdownConfig) -> None:
-    """What a single run would refuse."""
-    arm.sampling.check_for_training()
-    arm.algorithm.check_sizes(
-        group_size=arm.train.group_size,
-        updates_per_rollout=arm.train.updates_per_rollout,
-        rollout_lag=arm.train.rollout_lag,
-        max_tokens=arm.sampling.max_tokens,
-    )
 
 
 def _with_seed(arm: CountdownConfig, seed: int) -> CountdownConfig:
@@ -386,20 +375,16 @@ def report(
 def described(arm: ArmResult) -> dict[str, Any]:
     """An arm as its record: settings, what every seed came to, means with intervals."""
     return {
-        "config_hash": config_hash(arm.config),
-        "config": json.loads(_settings_text(arm.config)),
+        "config_hash": config_hash(settings(arm.config)),
+        "config": settings(arm.config),
         "figures": {name: list(map(float, values)) for name, values in arm.figures.items()},
         "estimates": {name: list(arm.estimate(name)[:3]) for name in (*results.COLUMNS, "seconds")},
     }
 
 
-def config_hash(arm: CountdownConfig) -> str:
-    """Of all that decides the figures of an arm, but for the seed."""
-    return hashlib.sha256(_settings_text(arm).encode()).hexdigest()[:12]
-
-
-def _settings_text(arm: CountdownConfig) -> str:
-    settings = dataclasses.asdict(arm)
+def settings(arm: CountdownConfig) -> dict[str, Any]:
+    """All that decides the figures of an arm, but for the seed."""
+    described = dataclasses.asdict(arm)
     for name in ("run", "parallel", "estimate", "smoke"):
-        del settings[name]
-    return json.dumps(settings, sort_keys=True, default=str)
+        del described[name]
+    return described

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from experiments import cli, results
-from experiments.study import StudyConfig, config_hash, run_arms
-from jaxrl_llm.logging import provenance
+from experiments.study import StudyConfig, run_arms, settings
+from jaxrl_llm.logging import config_hash, provenance
 from jaxrl_llm.statistics import mean_over_seeds
 from jaxrl_llm.types import ConfigError
 
@@ -145,7 +145,7 @@ def check_arms(
     wrong = 0
     for label, arm in trained.items():
         recorded = record["arms"][label]
-        if config_hash(arm.config) != recorded["config_hash"]:
+        if config_hash(settings(arm.config)) != recorded["config_hash"]:
             print(f"  {label}: DIFFERS in its settings from what was recorded")
             wrong += 1
         for figure in RERUN:

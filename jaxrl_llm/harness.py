@@ -22,6 +22,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from jaxrl_llm.masking import bucket_length, padded
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.sampling import Dialogue, Reply, SamplingConfig, sample_dialogue
@@ -129,16 +130,6 @@ def score(
     mask = completions.loss_mask[:, 0]
     logp, is_best = logp.reshape(mask.shape), is_best.reshape(mask.shape)
     return jnp.where(mask, logp, 0.0).sum(-1), (is_best | ~mask).all(-1)
-
-
-def bucket(n: int, limit: int) -> int:
-    """The length that n tokens are padded to: 2ᵏ or 1.5·2ᵏ, at least 16 and at most `limit`.
-
-    >>> [bucket(n, 100) for n in (3, 17, 25, 90)]
-    [16, 24, 32, 96]
-    """
-    size = next(s for k in range(4, 64) for s in (2**k, 3 * 2 ** (k - 1)) if s >= n)
-    return min(size, limit)
 
 
 class HarnessLM(TemplateLM):
@@ -279,15 +270,14 @@ class HarnessLM(TemplateLM):
             # The last token of a text is predicted, and not read.
             kept = context[-(self.max_length + 1 - len(continuation)) :]
             texts.append((kept, continuation))
-            sizes = len(kept), len(continuation)
-            shapes.append((bucket(sizes[0], self.max_length), bucket(sizes[1], self.max_length)))
+            shapes.append((self._bucket(kept), self._bucket(continuation)))
         self._warn_of_cuts(
             len(a) - len(b) for (_, a, _), (b, _) in zip(requests, texts, strict=True)
         )
         results = [(0.0, True)] * len(requests)
         for (p, t), rows in self._batches(shapes, "log-likelihoods", disable_tqdm):
-            prompts = _padded([texts[i][0] for i in rows], p, from_left=True)
-            after = _padded([texts[i][1] for i in rows], t)
+            prompts = padded([texts[i][0] for i in rows], p)
+            after = padded([texts[i][1] for i in rows], t, from_left=False)
             tokens, mask = after.tokens[:, None], after.mask[:, None]
             completions = Completions(tokens, mask, mask, jnp.zeros(tokens.shape))
             logps, is_best = score(
@@ -298,6 +288,9 @@ class HarnessLM(TemplateLM):
                 if requests[i][0] is not None:  # else it is a part of a text
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
         return results
+
+    def _bucket(self, ids: list[int]) -> int:
+        return min(bucket_length(len(ids)), self.max_length)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         plans, prompts, keys, n_cut = [], [], [], []
@@ -315,7 +308,7 @@ class HarnessLM(TemplateLM):
                 )
             prompts.append(ids[-limit:])
             n_cut.append(len(ids) - len(prompts[-1]))
-            plans.append((bucket(len(prompts[-1]), limit), config, until))
+            plans.append((min(bucket_length(len(prompts[-1])), limit), config, until))
             said = repr((context, sorted(gen_kwargs.items())))
             keys.append(jax.random.fold_in(self._key, _digest(f"{said}{asked[said]}")))
             asked[said] += 1
@@ -326,7 +319,7 @@ class HarnessLM(TemplateLM):
             ends = self._end_ids(until)
             tokens = complete(
                 self.policy.params,
-                _padded([prompts[i] for i in rows], p, from_left=True),
+                padded([prompts[i] for i in rows], p),
                 jnp.stack([keys[i] for i in rows]),
                 Stops.of(until),
                 self._token_bytes,
@@ -406,14 +399,6 @@ class HarnessLM(TemplateLM):
 def _max_length(tokenizer: Any) -> int:
     told = getattr(tokenizer, "model_max_length", None)
     return int(told) if told and told < 2**31 else DEFAULT_MAX_LENGTH  # 10³⁰ is "not known"
-
-
-def _padded(rows: Sequence[list[int]], length: int, *, from_left: bool = False) -> Prompts:
-    tokens, mask = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
-    for i, ids in enumerate(rows):
-        place = slice(length - len(ids), length) if from_left else slice(len(ids))
-        tokens[i, place], mask[i, place] = ids, True
-    return Prompts(jnp.asarray(tokens), jnp.asarray(mask))
 
 
 def _digest(text: str) -> np.uint32:

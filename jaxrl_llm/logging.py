@@ -6,6 +6,7 @@ per second) goes to `timing.jsonl`. TensorBoard shows both.
 """
 
 import fcntl
+import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -192,6 +193,12 @@ def _settle_config(path: Path, config: Any, free: frozenset[str]) -> bool:
 
 def _is_covered(name: str, free: frozenset[str]) -> bool:
     return any(name == path or name.startswith(path + ".") for path in free)
+
+
+def config_hash(config: Any) -> str:
+    """12 hexadecimal digits that stand for settings, whatever the order of their fields."""
+    text = json.dumps(config, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def config_diff(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[str, str]]:

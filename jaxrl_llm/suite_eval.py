@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Key
 
@@ -16,6 +15,7 @@ from jaxrl_llm.envs.reasoning import EVAL_SEED, Options, draw_questions, scoring
 from jaxrl_llm.envs.single_turn import check_chat
 from jaxrl_llm.evaluation import pass_at_k
 from jaxrl_llm.grading import Grade
+from jaxrl_llm.masking import bucket_length, padded
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.rollout import row_keys
@@ -39,8 +39,6 @@ OFFLINE_SUITES = (
     "spell_backward",
     "number_filtering",
 )
-
-_SMALLEST_BUCKET = 16  # tokens of a prompt
 
 
 @dataclass(frozen=True)
@@ -290,8 +288,8 @@ def generate(
             rows = min(batch, 1 << (len(chosen) - 1).bit_length())
             # Rows that fill up repeat the last one, and what they say is dropped.
             index = np.array([*chosen, *chosen[-1:] * (rows - len(chosen))])
-            padded = _pad([prompts[i] for i in index], length, tokenizer.pad_id)
-            completions = jax.device_get(run(policy.params, padded, key, index))
+            batched = padded([prompts[i] for i in index], length, tokenizer.pad_id)
+            completions = jax.device_get(run(policy.params, batched, key, index))
             for row, i in enumerate(chosen):
                 said[i] = [
                     _read(tokenizer, tokens[mask].tolist())
@@ -319,27 +317,11 @@ def _run(
     return sample(params, model, prompts, keys, sampling, eos_ids=eos_ids, pad_id=pad_id)
 
 
-def bucket_length(n: int) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, …: at most half as much again.
-
-    >>> [bucket_length(n) for n in (1, 17, 25, 33, 100)]
-    [16, 24, 32, 48, 128]
-    """
-    power = max(_SMALLEST_BUCKET, 1 << (n - 1).bit_length())
-    return power * 3 // 4 if _SMALLEST_BUCKET < power and n <= power * 3 // 4 else power
-
-
 def _buckets(prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for i, ids in enumerate(prompts):
         found.setdefault(bucket_length(len(ids)), []).append(i)
     return found
-
-
-def _pad(prompts: Sequence[Sequence[int]], length: int, pad_id: int) -> Prompts:
-    rows = [[pad_id] * (length - len(ids)) + list(ids) for ids in prompts]
-    mask = np.arange(length)[None, :] >= length - np.array([[len(ids)] for ids in prompts])
-    return Prompts(jnp.array(rows, jnp.int32), jnp.array(mask))
 
 
 def _read(tokenizer: Tokenizer, ids: list[int]) -> Completion:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from tqdm import tqdm
+import numpy as np
 
-from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.logging import Interrupt, MetricsLog, RunFolder, config_diff, read_rows
+from jaxrl_llm.logging import MetricsLog, RunFolder, config_diff, read_rows
 from jaxrl_llm.losses.config import AlgorithmConfig
 from jaxrl_llm.losses.objective import make_algorithm
 from jaxrl_llm.models.transformer import LanguageModel, Params
@@ -23,13 +21,8 @@ from jaxrl_llm.optimizer import OptimizerConfig, make_optimizer
 from jaxrl_llm.rollout import Metrics, RolloutFn
 from jaxrl_llm.sampling import SamplingConfig
 from jaxrl_llm.trainer import FREE_FIELDS, Measured, RunConfig
-from jaxrl_llm.training import (
-    TrainConfig,
-    TrainState,
-    init_state,
-    make_iteration,
-    scan_iterations,
-)
+from jaxrl_llm.trainer import train as run_train
+from jaxrl_llm.training import TrainConfig, TrainState, init_state, make_iteration
 from jaxrl_llm.types import ConfigError
 
 SCALARS = (  # what may differ between runs of one program, besides the seed
@@ -162,6 +155,33 @@ class SweepResult(NamedTuple):
     is_complete: bool  # False after an interrupt
 
 
+class SweepLog:
+    """The logs of N runs as one: values `[N]` are dealt out, seconds shared evenly."""
+
+    def __init__(self, folders: Sequence[RunFolder], step: int):
+        self._logs = [MetricsLog(folder, step) for folder in folders]
+
+    def write(self, step: int, metrics: Mapping[str, Any], timing: Mapping[str, float]) -> None:
+        share = {tag: value / len(self._logs) for tag, value in timing.items()}
+        for n, log in enumerate(self._logs):
+            log.write(step, {tag: values[n] for tag, values in metrics.items()}, share)
+
+    def write_samples(self, step: int, samples: Sequence[Any]) -> None:
+        for log, rows in zip(self._logs, samples, strict=True):
+            log.write_samples(step, rows)
+
+    def sync(self) -> None:
+        for log in self._logs:
+            log.sync()
+
+    def __enter__(self) -> "SweepLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for log in self._logs:
+            log.close()
+
+
 def train_sweep(
     path: Path,
     runs: Mapping[str, Mapping[str, Any]],
@@ -172,11 +192,10 @@ def train_sweep(
     train: TrainConfig,
     evaluate: Callable[[Params], Measured],
 ) -> SweepResult:
-    """Train all runs of a sweep, from the newest checkpoint on; each logs to its own run folder.
+    """Train all runs of a sweep by `trainer.train`; each logs to its own run folder.
 
     The folder of the sweep holds the checkpoints of all, and the folders of its runs, which are
-    those of single runs without checkpoints. The policy is measured before training, once for all,
-    and after it.
+    those of single runs without checkpoints. Policies are measured before training and after it.
 
     Args:
         path: the folder of the sweep.
@@ -187,72 +206,38 @@ def train_sweep(
         train: sizes; `iterations_per_call` of the iterations are one compiled call.
         evaluate: measures the parameters of one run.
     """
-    with ExitStack() as stack:
-        folder = stack.enter_context(
-            RunFolder.open(path, {"runs": dict(runs)}, free=_free_fields(runs))
+
+    def evaluate_all(params: Params) -> Measured:
+        are_equal = jax.tree.all(jax.tree.map(lambda x: bool((x == x[:1]).all()), params))
+        ours = [jax.tree.map(lambda x, n=n: x[n], params) for n in range(len(runs))]
+        found = [evaluate(ours[0])] * len(runs) if are_equal else list(map(evaluate, ours))
+        names = found[0].metrics
+        return Measured(
+            {name: np.array([one.metrics[name] for one in found]) for name in names},  # type: ignore
+            [one.samples for one in found],  # type: ignore
         )
+
+    free = frozenset(f"runs.{name}.{field}" for name in runs for field in FREE_FIELDS)
+    with ExitStack() as stack:
+        folder = stack.enter_context(RunFolder.open(path, {"runs": dict(runs)}, free=free))
         folders = [
             stack.enter_context(RunFolder.open(path / name, config, free=FREE_FIELDS))
             for name, config in runs.items()
         ]
-        interrupt = stack.enter_context(Interrupt())
-        checkpoints = stack.enter_context(
-            Checkpoints(folder.checkpoints, keep=run.keep, every=run.checkpoint_every)
+        result = run_train(
+            folder,
+            sweep.init(params),
+            lambda: sweep.iteration,
+            run=run,
+            total=train.iterations,
+            per_call=train.iterations_per_call,
+            evaluate=evaluate_all,
+            open_log=lambda _, step: SweepLog(folders, step),
         )
-        state = sweep.init(params)
-        restored = checkpoints.restore_latest(state)
-        if restored is not None:
-            state = restored.state
-        done = int(state.iteration[0])
-        logs = [
-            stack.enter_context(MetricsLog(one, -1 if restored is None else done))
-            for one in folders
-        ]
-        if restored is None:
-            before = evaluate(params)
-            for log in logs:
-                log.write(0, before.metrics)
-                log.write_samples(0, before.samples)
-        calls: dict[int, Any] = {}
-        bar = stack.enter_context(
-            tqdm(total=train.iterations, initial=done, disable=run.quiet, unit="it", leave=False)
-        )
-        while done < train.iterations and not interrupt.requested:
-            length = min(train.iterations_per_call, train.iterations - done)
-            if length not in calls:
-                call = jax.jit(scan_iterations(sweep.iteration, length), donate_argnums=0)
-                calls[length] = call.lower(state).compile()
-            start = time.perf_counter()
-            state, metrics = calls[length](state)
-            metrics = jax.device_get(metrics)  # [length, N]
-            seconds = (time.perf_counter() - start) / len(logs)
-            done += length
-            for n, log in enumerate(logs):
-                rows = [{name: x[i, n] for name, x in metrics.items()} for i in range(length)]
-                if done == train.iterations:
-                    after = evaluate(jax.tree.map(lambda x, n=n: x[n], state.params))
-                    rows[-1] |= after.metrics
-                    log.write_samples(done, after.samples)
-                for i, row in enumerate(rows, start=done - length + 1):
-                    timing = {"time/iteration_seconds": seconds / length}
-                    log.write(
-                        i, row, timing | ({"time/train_seconds": seconds} if i == done else {})
-                    )
-            if checkpoints.is_due(done) or done == train.iterations or interrupt.requested:
-                for log in logs:
-                    log.sync()
-                checkpoints.save(done, state)
-            bar.update(length)
+        timings = [read_rows(one.timing) for one in folders]
         return SweepResult(
             histories=[read_rows(one.metrics) for one in folders],
-            seconds=[
-                sum(row.get("time/train_seconds", 0.0) for row in read_rows(one.timing))
-                for one in folders
-            ],
-            params=state.params,
-            is_complete=done >= train.iterations,
+            seconds=[sum(row.get("time/train_seconds", 0.0) for row in rows) for rows in timings],
+            params=result.params,
+            is_complete=result.is_complete,
         )
-
-
-def _free_fields(runs: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(f"runs.{name}.{field}" for name in runs for field in FREE_FIELDS)

@@ -80,6 +80,7 @@ def train(
     tokens_metric: str = "rollout/tokens",
     shown: Sequence[str] = ("reward/mean", "eval/sampled"),
     layout: Layout = SINGLE,
+    open_log: Callable[[RunFolder, int], Any] = MetricsLog,
 ) -> RunResult:
     """Run the step that `make_step` returns until `total`, from the newest checkpoint on.
 
@@ -106,6 +107,8 @@ def train(
         shown: metrics on the progress bar.
         layout: over which devices the step runs; checkpoints and `evaluate` get the state that one
             device holds, or the mesh.
+        open_log: what rows are written to, made like a `MetricsLog`; of a sweep, whose values have
+            a leading axis, another.
     """
     timer = Timer()
     step = functools.cache(make_step)
@@ -155,11 +158,11 @@ def train(
         restored = checkpoints.restore_latest(state)
         if restored is not None:
             state = restored.state
-        done = int(state.iteration)
+        done = int(np.max(state.iteration))
         if layout is not SINGLE and is_first():
             tqdm.write(layout.describe(attach(state, frozen)))
         state, frozen = layout.replicate((state, frozen))
-        with MetricsLog(folder, done if restored is not None else -1) as log:
+        with open_log(folder, done if restored is not None else -1) as log:
             if restored is None and evaluate is not None:
                 with timer("evaluate"):
                     measured = evaluate(params(state))
@@ -258,7 +261,7 @@ def show(
 ) -> None:
     """Advance the bar and put the newest figures on it; `figures` keeps those of earlier calls."""
     latest = {name: row[name] for row in rows for name in shown if name in row}
-    figures.update({name.split("/")[0]: f"{x:.3f}" for name, x in latest.items()})
+    figures.update({name.split("/")[0]: f"{np.mean(x):.3f}" for name, x in latest.items()})
     bar.set_postfix(figures | {"tok/s": f"{timing['time/tokens_per_second']:,.0f}"})
     bar.update(len(rows))
 

@@ -28,15 +28,20 @@ from jaxrl_llm.suites import load_result
 from jaxrl_llm.types import ConfigError
 
 
-@pytest.fixture
-def scripted(tmp_path, monkeypatch):
-    """Models `weak`, which is right by chance only, and `strong`; questions in `data`."""
+@pytest.fixture(autouse=True)
+def no_other_tasks(tmp_path, monkeypatch):
+    """lm-eval's whole list takes seconds to read."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(
         harness_tasks,
         "TaskManager",
         lambda: TaskManager(include_defaults=False, include_path=str(TASKS / "gsm8k")),
     )
+
+
+@pytest.fixture
+def scripted(tmp_path, monkeypatch):
+    """Models `weak`, which is right by chance only, and `strong`; questions in `data`."""
     answers = {"weak": lambda _: "#### 2", "strong": lambda prompt: SAID[asked_last(prompt)]}
     for name in answers:
         (tmp_path / name).mkdir()
@@ -73,7 +78,7 @@ def test_the_scores_of_every_question_are_kept_with_where_they_came_from(scripte
     (result,) = held["results"]
     assert result["scores"] == dict(zip(ASKED, (STRICT, LENIENT), strict=True))
     assert len(result["questions"]) == 5 and "commit" in held["provenance"]
-    (path,) = (folder / "results").glob("gsm8k-strong-????????.json")
+    (path,) = (folder / "results").glob("gsm8k-strong-????????????.json")
     assert load_result(path).scores == result["scores"]
     settings = json.loads(path.read_text())["provenance"]["settings"]
     assert settings["num_fewshot"] == 1 and settings["task"] == "gsm8k" and settings["lm_eval"]
@@ -134,13 +139,7 @@ def test_an_interrupted_task_goes_on_where_it_was(scripted, tmp_path, monkeypatc
     assert len(asked) == 6 and set(asked) == {question for question, _ in QUESTIONS}
 
 
-def test_the_smoke_run_measures_a_fresh_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(
-        harness_tasks,
-        "TaskManager",
-        lambda: TaskManager(include_defaults=False, include_path=str(TASKS / "gsm8k")),
-    )
+def test_the_smoke_run_measures_a_fresh_model(tmp_path):
     evaluate.main(evaluate.Config(smoke=True, root=tmp_path))
     held = json.loads((tmp_path / "evaluate" / "smoke" / "results.json").read_text())
     assert {len(values) for values in held["results"][0]["scores"].values()} == {2}

@@ -14,7 +14,7 @@ pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import CachingLM
 
-from jaxrl_llm.harness import HarnessLM, Stops, bucket, contains
+from jaxrl_llm.harness import HarnessLM, Stops, contains
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.tokenizers import CharTokenizer
@@ -237,9 +237,3 @@ def test_what_cannot_be_answered_is_refused_in_one_line(policy, lm):
         with pytest.raises(ConfigError, match=message) as caught:
             action()
         assert "\n" not in str(caught.value)
-
-
-def test_lengths_are_rounded_up_to_few():
-    sizes = [bucket(n, 1000) for n in range(1, 1001)]
-    assert all(size >= n for n, size in enumerate(sizes, 1)) and len(set(sizes)) == 13
-    assert all(size <= max(16, 1.5 * n) for n, size in enumerate(sizes, 1))

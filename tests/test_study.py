@@ -1,4 +1,5 @@
 import dataclasses
+import importlib
 import json
 import sys
 
@@ -17,6 +18,7 @@ from experiments import (
     verify_results,
 )
 from experiments.study import ArmResult, StudyConfig, figures, programs
+from jaxrl_llm.logging import config_hash
 from jaxrl_llm.trainer import RunConfig
 from jaxrl_llm.types import ConfigError
 
@@ -217,6 +219,21 @@ def test_an_arm_trained_again_comes_out_the_same(published, capsys):
 
 def test_the_published_page_is_that_of_the_published_records():
     assert results.PAGE.read_text() == results.page(results.read())
+
+
+@pytest.mark.parametrize("name", results.read())
+def test_the_published_findings_follow_from_the_published_seeds(name, capsys):
+    """Also a golden value of which difference decides which claim, and of its sign."""
+    record = results.read()[name]
+    assert verify_results.check_statistics(name, record) == 0, capsys.readouterr().out
+    again = {label: study.settings(arm) for label, arm in arms_of(name).items()}
+    for label, arm in record["arms"].items():
+        assert label not in again or config_hash(again[label]) == arm["config_hash"]
+
+
+def arms_of(name):
+    module = importlib.import_module(f"experiments.{name}")
+    return module.arms(module.Config().resolved())
 
 
 def test_toys_and_changed_code_are_not_published(published, tmp_path):

@@ -1,13 +1,11 @@
 """Suites asked of a policy: buckets, answers, pass@k and majority votes by hand."""
 
-import doctest
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import suite_eval
 from jaxrl_llm.answers import EXPRESSION, AskConfig
 from jaxrl_llm.grading import Grade
 from jaxrl_llm.models.transformer import ModelConfig
@@ -16,7 +14,6 @@ from jaxrl_llm.sampling import SamplingConfig
 from jaxrl_llm.suite_eval import (
     Completion,
     Suite,
-    bucket_length,
     evaluate_suite,
     generate,
     reasoning_suite,
@@ -125,13 +122,6 @@ def test_the_end_token_ends_a_completion_and_is_no_text(policy):
     assert ended and all(c.n_tokens <= 40 for c in ended)
     for completion in ended:  # other special tokens stand for nothing, so ≤
         assert len(policy.tokenizer.encode(completion.text)) <= completion.n_tokens - 1
-
-
-def test_few_lengths_are_compiled():
-    assert doctest.testmod(suite_eval).failed == 0
-    lengths = {bucket_length(n) for n in range(1, 513)}
-    assert len(lengths) == 11
-    assert all(n <= bucket_length(n) <= max(16, 1.5 * n) for n in range(1, 513))
 
 
 def test_a_suite_is_measured(policy):

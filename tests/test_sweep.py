@@ -194,7 +194,7 @@ def test_a_sweep_that_was_stopped_goes_on_to_the_same_bytes(
 
     whole = go("whole")
     with monkeypatch.context() as patched:
-        patched.setattr("jaxrl_llm.sweep.Interrupt", StopsOnce)
+        patched.setattr("jaxrl_llm.trainer.Interrupt", StopsOnce)
         stopped = go("stopped")
     assert whole.is_complete and not stopped.is_complete
     assert [len(rows) for rows in stopped.histories] == [2, 2]
