@@ -78,6 +78,7 @@ def test_microbatches_and_devices_change_neither_advantages_nor_gradient_nor_met
     )
 
 
+@pytest.mark.slow
 def test_an_iteration_is_the_same_on_two_devices_in_microbatches(begin, bandit):
     rollout = bandit()
 

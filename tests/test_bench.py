@@ -53,6 +53,7 @@ def result(small, phases, iteration, updated):
     patch.undo()
 
 
+@pytest.mark.slow
 def test_the_phases_make_the_iteration(updated, small):
     by_parts, whole = updated
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), by_parts, whole)

@@ -215,6 +215,7 @@ def test_what_cannot_be_timed_is_refused(fields, told):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_all_parts_are_measured(config, capsys):
     bench_scaling.main(config)
     folder = config.root / "bench_scaling" / "smoke"

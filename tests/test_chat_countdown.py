@@ -82,6 +82,7 @@ def finished(folder, tmp_path_factory):
     return root / "grpo_countdown" / "small-smoke"
 
 
+@pytest.mark.slow
 def test_a_run_starts_at_its_reference_and_trains_what_it_sampled(finished):
     first, second = (row for row in read_rows(finished / "metrics.jsonl") if row["step"] > 0)
     # Within float32's rounding of log-probs near 3: they come from two programs.
@@ -90,12 +91,14 @@ def test_a_run_starts_at_its_reference_and_trains_what_it_sampled(finished):
     assert json.loads((finished / "summary.json").read_text())["iterations"] == 2
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_the_adapters_and_not_what_they_adapt(finished):
     about = (finished / "checkpoints" / "2" / "about.json").read_text()
     assert "lora" in about
     assert "embedding" not in about
 
 
+@pytest.mark.slow
 def test_the_run_leaves_an_adapter_that_loads_and_exports_merged_with_the_same_greedy_tokens(
     finished, tmp_path
 ):
@@ -122,6 +125,7 @@ def test_the_run_leaves_an_adapter_that_loads_and_exports_merged_with_the_same_g
     np.testing.assert_array_equal(*tokens)
 
 
+@pytest.mark.slow
 def test_the_same_command_finds_the_run_finished(finished, folder, monkeypatch, capsys):
     before = (finished / "metrics.jsonl").read_bytes()
     status = invoke(

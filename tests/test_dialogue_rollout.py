@@ -250,7 +250,7 @@ def test_the_loop_stops_when_every_dialogue_has_ended():
 scored = functools.partial(jax.jit, static_argnums=1)(score)
 
 
-@pytest.mark.parametrize("name", ["echo", "dialogue"])
+@pytest.mark.parametrize("name", ["echo", pytest.param("dialogue", marks=pytest.mark.slow)])
 def test_sampled_logprobs_are_the_scorers_on_whole_dialogues(name):
     rolled = echoed() if name == "echo" else spoken()
     model, params = (MODEL, PARAMS) if name == "echo" else speaker()

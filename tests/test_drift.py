@@ -129,6 +129,7 @@ def test_of_a_stale_rollout_the_drift_is_from_the_policy_that_sampled(run, bandi
     assert drift[1:].min() > 1e-4
 
 
+@pytest.mark.slow
 def test_a_large_penalty_holds_the_jacobian(begin, bandit, toy, toy_params):
     rollout = bandit()
 

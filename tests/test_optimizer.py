@@ -91,6 +91,7 @@ def test_a_bfloat16_first_moment_trains_like_a_float32_one():
     assert (losses["bfloat16"] != losses["float32"]).any()
 
 
+@pytest.mark.slow
 def test_float32_adapters_train_beside_frozen_bfloat16_weights():
     model = LanguageModel(ModelConfig(width=16, layers=1, heads=2, dtype="bfloat16"), 8)
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.init(jax.random.key(0)))

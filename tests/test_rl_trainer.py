@@ -85,9 +85,8 @@ def is_equal(a, b):
     return jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), a, b))
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ppo", "dapo"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["grpo", "ppo", "dapo"])
 def test_every_algorithm_learns_a_users_own_environment_of_two_turns(tmp_path, optimizer):
     sizes = TrainConfig(
         iterations=60, prompts=16, group_size=8, microbatches=1, iterations_per_call=60

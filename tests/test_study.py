@@ -144,6 +144,7 @@ def published(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_an_ablation_leaves_a_table_curves_and_runs_of_its_own(published, capsys):
     made = published / "ablate_kl_coef" / "smoke"
     record = json.loads((made / "results.json").read_text())
@@ -159,6 +160,7 @@ def test_an_ablation_leaves_a_table_curves_and_runs_of_its_own(published, capsys
     assert config["run"]["seed"] == 1 and config["algorithm"]["kl_coef"] == 0.1
 
 
+@pytest.mark.slow
 def test_a_finished_ablation_is_found_again(published, capsys):
     made = published / "ablate_kl_coef" / "smoke" / "results.json"
     before = json.loads(made.read_text())
@@ -167,6 +169,7 @@ def test_a_finished_ablation_is_found_again(published, capsys):
     assert after["arms"] == before["arms"] and after["findings"] == before["findings"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -192,6 +195,7 @@ def test_a_changed_number_is_noticed(published, tmp_path, capsys, change, told):
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_number_changed_in_the_page_is_noticed(published, tmp_path, capsys):
     folder = tmp_path / "results"
     folder.mkdir()
@@ -204,6 +208,7 @@ def test_a_number_changed_in_the_page_is_noticed(published, tmp_path, capsys):
     assert "RESULTS.md: DIFFERS" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_arm_trained_again_comes_out_the_same(published, capsys):
     """And one that does not is told from it, on the same platform even within the interval."""
     record = json.loads((published / "results" / "ablate_kl_coef.json").read_text())
@@ -236,6 +241,7 @@ def arms_of(name):
     return module.arms(module.Config().resolved())
 
 
+@pytest.mark.slow
 def test_toys_and_changed_code_are_not_published(published, tmp_path):
     made = published / "ablate_kl_coef" / "smoke"
     folder = tmp_path / "results"

@@ -212,7 +212,9 @@ def random_completion(rng, tokenizer, solution, numbers):
     return [*ids[: T - 1], rng.choice(tokenizer.eos_ids), *after][:T]
 
 
-@pytest.mark.parametrize("prefill", ["", "Let me see. <think>"])
+@pytest.mark.parametrize(
+    "prefill", [pytest.param("", marks=pytest.mark.slow), "Let me see. <think>"]
+)
 def test_ten_thousand_mutated_completions_are_graded_as_on_the_host(prefill):
     env, tokenizer, rng = environment(prefill), bpe(), random.Random(len(prefill))
     problems, size, n = list(solved(PROBLEMS)), 1250, 10_000 if not prefill else 2_500

@@ -56,6 +56,7 @@ def texts(env, max_tokens):
     ]
 
 
+@pytest.mark.slow
 def test_a_bpe_tokenizer_writes_and_reads_the_same_dialogues():
     # `demonstrations` plays every dialogue through the compiled environment, and raises where one
     # does not end with right answers.

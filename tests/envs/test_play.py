@@ -36,6 +36,7 @@ def statistics(printed):
     return {name: float(value) for name, value in map(str.split, table.splitlines())}
 
 
+@pytest.mark.slow
 def test_a_dialogue_is_played_through_a_pipe_to_its_end():
     turns = ["<call>calc 37*48</call>", *["no idea"] * 7]
     done = subprocess.run(
