@@ -41,9 +41,9 @@ class Config(CountdownConfig):
     sampling: SamplingConfig = SamplingConfig(max_tokens=12, block=4)
     """How completions are drawn in training."""
     algorithm: GRPOConfig = GRPOConfig(kl_coef=0.001, entropy_coef=0.003)
-    train: TrainConfig = TrainConfig(iterations=400, prompts=64, group_size=16, microbatches=8)
+    train: TrainConfig = TrainConfig(iterations=400, prompts=128, group_size=8, microbatches=8)
     """Sizes and order of the updates."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-4, schedule="linear", b2=0.999)
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-4, schedule="linear", b2=0.999)
     """Optimizer of the policy."""
     eval: EvalConfig = EvalConfig(every=100)
     """Measurement on held-out problems."""
