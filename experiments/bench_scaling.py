@@ -218,49 +218,52 @@ def plot(result: Result, path: Path) -> None:
 END = 0  # the token that ends a completion
 
 
-class Scheduled(LanguageModel):
-    """A language model that ends each completion at a given length, and not before.
+class Ending(LanguageModel):
+    """A language model whose completions end with given odds at each position.
 
-    Its hidden states have one more number, +1 or −1, which the head gives to the end token alone.
+    Its hidden states have one more number, which the head adds to the end token's logit.
     """
 
-    def __init__(self, config: ModelConfig, vocab_size: int, lengths: jax.Array):
+    def __init__(self, config: ModelConfig, vocab_size: int, logits: jax.Array):
         super().__init__(config, vocab_size)
-        self.lengths = lengths  # [B, G], at least 2; above T: full length
+        self.logits = logits  # [T]: added at position t
 
     def head(self, params):
         head = super().head(params)
-        certain = 1e3 * jax.nn.one_hot(jnp.array([END]), self.vocab_size, dtype=head.dtype)
-        return jnp.concatenate([head, certain])
+        return jnp.concatenate([head, jax.nn.one_hot(jnp.array([END]), head.shape[1])])
 
     def prefill(self, params, prompts):
         hidden, prefix = super().prefill(params, prompts)
-        return told(hidden, jnp.zeros(len(hidden), bool)), prefix
+        return self.told(hidden, 0), prefix
 
     def decode(self, params, layers, tokens, prefixes, caches, context):
         hidden, caches = super().decode(params, layers, tokens, prefixes, caches, context)
-        # What is fed at position w predicts token number w + 2, counted from 1.
-        return told(hidden, context.write_at + 2 >= self.lengths), caches
+        return self.told(hidden, context.write_at + 1), caches
+
+    def told(self, hidden, t):
+        """The hidden states of position t with that number."""
+        odds = jnp.broadcast_to(self.logits[t], (*hidden.shape[:-1], 1))
+        return jnp.append(hidden, odds.astype(hidden.dtype), -1)
 
 
-def told(hidden, is_end):
-    """The hidden states with that number."""
-    return jnp.append(hidden, jnp.where(is_end, 1, -1)[..., None].astype(hidden.dtype), -1)
+def endings(t: int, vocab: int) -> dict[str, np.ndarray]:
+    """Logits `[T]` of the end by name of the lengths: all t tokens, or about a quarter on average.
 
-
-def schedules(rows: tuple[int, int], t: int) -> dict[str, np.ndarray]:
-    """Lengths `[B, G]` by name: of all t tokens, or a quarter of it on average.
-
-    Uniform lengths are at most half of t; geometric ones have no memory, and are cut off at t.
+    Uniform lengths are at most half of t; geometric ones have no memory, and are cut off at t. The
+    other tokens' logits are taken to be 0, as they nearly are with fresh weights.
     """
-    rng = np.random.default_rng(0)
-    drawn = {
-        "full": np.full(rows, t + 1),
-        "all at a quarter": np.full(rows, t // 4),
-        "uniform": rng.integers(1, t // 2, rows),
-        "geometric": rng.geometric(4 / t, rows),
+    n = np.arange(1, t + 1)  # the length if it ends here
+    odds = {
+        "full": 0 * n,
+        "all at a quarter": 1.0 * (n >= t // 4),
+        "uniform": 1 / np.maximum(t // 2 - n, 1),
+        "geometric": 0 * n + 4 / t,
     }
-    return {name: np.maximum(lengths, 2) for name, lengths in drawn.items()}
+    with np.errstate(divide="ignore"):
+        return {
+            name: np.clip(np.log(vocab - 1) + np.log(p) - np.log1p(-p), -1e3, 1e3)
+            for name, p in odds.items()
+        }
 
 
 def lengths(config: Config) -> Result:
@@ -268,11 +271,11 @@ def lengths(config: Config) -> Result:
     sizes = config.sampled
     t, env = sizes.completion_tokens, bench.Endless(sizes.vocab, sizes.prompt_tokens, (END,))
 
-    def roll(lengths, params, key):
+    def roll(logits, params, key):
         rollout = make_rollout(
             env,
             None,
-            Scheduled(sizes.network, sizes.vocab, lengths),
+            Ending(sizes.network, sizes.vocab, logits),
             env,
             SamplingConfig(max_tokens=t),
             prompts=sizes.prompts,
@@ -281,10 +284,9 @@ def lengths(config: Config) -> Result:
         return rollout(params, key).completions
 
     params = LanguageModel(sizes.network, sizes.vocab).init(jax.random.key(0))
-    drawn = schedules((sizes.prompts, sizes.group_size), t)
     programs = {
-        name: Program(name, roll, jnp.asarray(one), params, jax.random.key(1))
-        for name, one in drawn.items()
+        name: Program(name, roll, jnp.asarray(logits, jnp.float32), params, jax.random.key(1))
+        for name, logits in endings(t, sizes.vocab).items()
     }
     seconds = in_turn(programs, config.repeats)
     return {

@@ -16,6 +16,8 @@ from jaxrl_llm.types import Completions, ConfigError, KeyValues, Prompts
 
 MAX_WINDOWS = 8  # distinct cache sizes, each of which is compiled once
 MAX_DIALOGUE_WINDOWS = 2  # each compiles the environment's step too
+MIN_PACKED_WINDOWS = 4  # with fewer, what is left when most rows have ended is short
+PACKED = 4  # rows of a group to one that goes on alone when the others have ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +156,7 @@ class Loop(NamedTuple):
     """The carry of the sampling loop."""
 
     t: Int[Array, ""]  # the next position to sample
+    row_keys: Key[Array, "B G"]
     token: Int[Array, "B G"]  # at t − 1
     is_done: Bool[Array, "B G"]
     caches: list[KeyValues]  # positions < t − 1 are filled
@@ -174,7 +177,8 @@ def sample(
     """Draw G completions of each prompt; the first end token ends a completion.
 
     The prompt is run once. Steps are compiled in blocks; a block starts only while some row has
-    not ended, and attends to a cache that is as long as what the block fills.
+    not ended, and attends to a cache that is as long as what the block fills. Of long completions
+    the last quarter of each group goes on alone once the others have ended (`packed_rows`).
 
     Args:
         params: the policy's parameters.
@@ -236,7 +240,7 @@ def _sample(
     head = model.head(params)
     ends = jnp.asarray(eos_ids, jnp.int32)
 
-    def emit(hidden, t, is_done, completions, conversation):
+    def emit(hidden, t, row_keys, is_done, completions, conversation):
         """Sample or read position t and write it, unless the row has ended."""
         logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
         token, logp = draw(logits, row_keys, t, config)
@@ -268,7 +272,7 @@ def _sample(
     first = jnp.broadcast_to(last[:, None], (b, g, last.shape[-1]))
     conversation = None if dialogue is None else start_conversation(dialogue, (b, g))
     token, is_done, completions, conversation = emit(
-        first, jnp.int32(0), jnp.zeros((b, g), bool), empty, conversation
+        first, jnp.int32(0), row_keys, jnp.zeros((b, g), bool), empty, conversation
     )
     if t_max == 1:
         return completions, conversation
@@ -289,29 +293,76 @@ def _sample(
         )
         hidden, caches = model.decode(params, layers, loop.token, prefixes, loop.caches, context)
         token, is_done, completions, conversation = emit(
-            hidden, loop.t, loop.is_done, loop.completions, loop.conversation
+            hidden, loop.t, loop.row_keys, loop.is_done, loop.completions, loop.conversation
         )
-        return Loop(loop.t + 1, token, is_done, caches, completions, conversation)
+        return Loop(loop.t + 1, loop.row_keys, token, is_done, caches, completions, conversation)
 
-    def run_window(loop: Loop, begin: int, end: int) -> Loop:
-        """Sample positions begin + 1 … end with a cache of `end` slots, block by block."""
-        loop = loop._replace(caches=grow(loop.caches, end))
+    def run_window(loop: Loop, begin: int, end: int, few: int) -> Loop:
+        """Sample positions begin + 1 … end by blocks, while more than `few` rows of a prompt run.
+
+        The cache has `end` slots, or more where it had more.
+        """
+        size = max(end, loop.caches[0].keys.shape[3])
+        loop = loop._replace(caches=grow(loop.caches, size))
 
         def run_block(loop):
             length = min(config.block, end - begin)
-            return jax.lax.scan(lambda c, _: (step(end, c), None), loop, length=length)[0]
+            return jax.lax.scan(lambda c, _: (step(size, c), None), loop, length=length)[0]
 
         def is_running(loop):
-            return (loop.t <= end) & ~loop.is_done.all()
+            return (loop.t <= end) & (n_running(loop) > few)
 
         return jax.lax.while_loop(is_running, run_block, loop)
 
-    caches = empty_caches(model.config, b, g)
-    loop = Loop(jnp.int32(1), token, is_done, caches, completions, conversation)
     most = MAX_WINDOWS if dialogue is None else MAX_DIALOGUE_WINDOWS
-    for begin, end in windows(t_max - 1, config.block, most):
-        loop = run_window(loop, begin, end)
-    return loop.completions, loop.conversation
+    cuts = windows(t_max - 1, config.block, most)
+    few = 0 if dialogue is not None else packed_rows(g, t_max, config.block)
+    caches = empty_caches(model.config, b, g)
+    loop = Loop(jnp.int32(1), row_keys, token, is_done, caches, completions, conversation)
+    for begin, end in cuts:
+        loop = run_window(loop, begin, end, few)
+    if not few:
+        return loop.completions, loop.conversation
+
+    def finish(loop: Loop) -> Completions:
+        rows = jnp.argsort(loop.is_done, axis=1, stable=True)[:, :few]
+        packed = pick(loop, rows)
+        for begin, end in windows(t_max - 1, config.block, 1):
+            packed = run_window(packed, begin, end, 0)
+
+        def put(whole, part):
+            return jax.vmap(lambda x, chosen, new: x.at[chosen].set(new))(whole, rows, part)
+
+        return jax.tree.map(put, loop.completions, packed.completions)
+
+    is_unfinished = (loop.t < t_max) & ~loop.is_done.all()
+    return jax.lax.cond(is_unfinished, finish, lambda loop: loop.completions, loop), None
+
+
+def n_running(loop: Loop) -> Int[Array, ""]:
+    """Rows that have not ended, of the prompt that has most of them."""
+    return (~loop.is_done).sum(1).max()
+
+
+def packed_rows(group_size: int, max_tokens: int, block: int) -> int:
+    """How many rows of each prompt go on alone once none has more that run; 0: none do."""
+    is_long = len(windows(max_tokens - 1, block)) >= MIN_PACKED_WINDOWS
+    return group_size // PACKED if is_long else 0
+
+
+def pick(loop: Loop, rows: Int[Array, "B N"]) -> Loop:
+    """The loop with these rows of each prompt alone."""
+
+    def take(axis):
+        return lambda x: jax.vmap(lambda of_prompt, i: jnp.take(of_prompt, i, axis))(x, rows)
+
+    return loop._replace(
+        row_keys=take(0)(loop.row_keys),
+        token=take(0)(loop.token),
+        is_done=take(0)(loop.is_done),
+        caches=jax.tree.map(take(1), loop.caches),
+        completions=jax.tree.map(take(0), loop.completions),
+    )
 
 
 def start_conversation(dialogue: Dialogue, shape: tuple[int, int]) -> Conversation:

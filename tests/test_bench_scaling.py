@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from experiments import bench, bench_scaling
-from experiments.bench_scaling import Config, Moment, Scheduled
-from jaxrl_llm.models.transformer import ModelConfig
+from experiments.bench_scaling import END, Config, Moment
+from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
 from jaxrl_llm.sampling import SamplingConfig, sample
 from jaxrl_llm.training import TrainConfig
 from jaxrl_llm.types import ConfigError, Prompts
@@ -88,49 +88,39 @@ def test_every_axis_has_its_panel(tmp_path):
         bench_scaling.SAYS["scaling"].format(**found)
 
 
-T = 10
-LENGTHS = jnp.array([[2, 3, 9], [10, 11, 50]])
+T = 64
 
 
 @pytest.fixture(scope="module")
-def scheduled():
-    model = Scheduled(ModelConfig(width=16, layers=1, heads=2), 6, LENGTHS)
-    params = model.init(jax.random.key(0))
-    prompts = Prompts(jnp.array([[1, 2], [3, 4]]), jnp.ones((2, 2), bool))
-    keys = jax.random.split(jax.random.key(1), (2, 3))
+def lengths():
+    """Lengths `[B, G]` drawn by each of the endings."""
+    config, vocab = ModelConfig(width=16, layers=1, heads=2), 64
+    params = LanguageModel(config, vocab).init(jax.random.key(0))
+    prompts = Prompts(jnp.ones((64, 2), int), jnp.ones((64, 2), bool))
+    keys = jax.random.split(jax.random.key(1), (64, 16))
+    sampling = SamplingConfig(max_tokens=T, block=16)
 
-    def draw(lengths):
-        told = Scheduled(model.config, 6, lengths)
-        config = SamplingConfig(max_tokens=T, block=4)
-        return sample(params, told, prompts, keys, config, eos_ids=(0,), pad_id=5)
+    @jax.jit
+    def draw(logits):
+        model = bench_scaling.Ending(config, vocab, logits)
+        drawn = sample(params, model, prompts, keys, sampling, eos_ids=(END,), pad_id=5)
+        return drawn.loss_mask.sum(-1)
 
-    return jax.jit(draw)
-
-
-def test_completions_end_when_they_are_told_to(scheduled):
-    sampled = scheduled(LENGTHS)
-    np.testing.assert_array_equal(sampled.loss_mask.sum(-1), [[2, 3, 9], [10, 10, 10]])
-    is_end = (sampled.tokens == 0) & sampled.loss_mask
-    np.testing.assert_array_equal(is_end.sum(-1), [[1, 1, 1], [1, 0, 0]])
+    return {name: draw(jnp.float32(x)) for name, x in bench_scaling.endings(T, vocab).items()}
 
 
-def test_before_its_end_a_completion_is_what_it_would_have_been(scheduled):
-    short, full = scheduled(LENGTHS), scheduled(jnp.full_like(LENGTHS, T + 1))
-    is_same = (short.tokens == full.tokens) | (
-        jnp.arange(T).reshape(1, 1, T) >= LENGTHS[..., None] - 1
-    )
-    assert is_same.all()
+def test_completions_are_of_the_full_length_or_a_quarter_on_average(lengths):
+    assert (lengths["full"] == T).all() and (lengths["all at a quarter"] == T // 4).all()
+    assert lengths["uniform"].min() == 1 and lengths["uniform"].max() == T // 2 - 1
+    for name in ("uniform", "geometric"):
+        assert lengths[name].mean() == pytest.approx(T / 4, rel=0.1)
 
 
-def test_lengths_are_a_quarter_on_average():
-    drawn = bench_scaling.schedules((200, 100), 64)
-    assert (drawn["full"] > 64).all()
-    assert (drawn["all at a quarter"] == 16).all()
-    for name, longest in (("uniform", 31), ("geometric", None)):
-        lengths = np.minimum(drawn[name], 64)
-        assert lengths.min() == 2
-        assert abs(lengths.mean() - 16) < 0.6
-        assert longest is None or lengths.max() == longest
+def test_uniform_lengths_are_spread_evenly_and_geometric_ones_have_no_memory(lengths):
+    assert np.std(lengths["uniform"]) == pytest.approx(T / 2 / 12**0.5, rel=0.1)
+    beyond = [(lengths["geometric"] > n).mean() for n in (8, 16, 24)]
+    assert beyond[1] / beyond[0] == pytest.approx((1 - 4 / T) ** 8, rel=0.1)
+    assert beyond[2] / beyond[1] == pytest.approx((1 - 4 / T) ** 8, rel=0.1)
 
 
 def moments(*pairs):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jaxrl_llm import sampling
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
 from jaxrl_llm.rollout import row_keys
 from jaxrl_llm.sampling import (
@@ -14,6 +15,7 @@ from jaxrl_llm.sampling import (
     inverse_cdf_sample,
     keep_top_k,
     keep_top_p,
+    packed_rows,
     sample,
     windows,
 )
@@ -92,6 +94,31 @@ def test_tokens_do_not_depend_on_how_the_loop_is_cut(model, params, prompts, blo
     np.testing.assert_array_equal(
         reference.tokens, draw_completions(model, params, prompts, keys, block=block).tokens
     )
+
+
+def test_the_last_rows_of_each_group_go_on_alone_as_they_would_have_among_all(
+    model, params, prompts, monkeypatch
+):
+    keys, t_max = keys_of(5, 12), 28
+    config = {"max_tokens": t_max, "block": 3, "eos_ids": (2, 5)}
+    assert packed_rows(12, t_max, 3) == 3
+    packed = draw_completions(model, params, prompts, keys, **config)
+    monkeypatch.setattr(sampling, "PACKED", 100)
+    together = draw_completions(model, params, prompts, keys, **config)
+    lengths = np.asarray(together.loss_mask.sum(-1))
+    leaving = min(t for t in range(t_max) if ((lengths > t).sum(1) <= 3).all())
+    still = lengths[lengths > leaving + 3]
+    assert len(still) > 3 and (still < t_max).any() and (still == t_max).any()
+    for name in ("tokens", "loss_mask", "attention_mask"):
+        np.testing.assert_array_equal(getattr(packed, name), getattr(together, name))
+    np.testing.assert_allclose(packed.logprobs, together.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows"), [((16, 64, 16), 4), ((16, 12, 8), 0), ((3, 64, 16), 0), ((7, 400, 8), 1)]
+)
+def test_short_completions_and_small_groups_are_not_packed(settings, rows):
+    assert packed_rows(*settings) == rows
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it(model, params, prompts):
