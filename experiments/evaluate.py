@@ -1,16 +1,19 @@
-"""Claim: what a policy scores on public tasks, by lm-eval's own code, and what training changed.
+"""Claim: what a policy scores on public tasks, by their own code, and what training changed.
 
-Tasks are lm-eval's, unchanged: prompts, worked examples, extraction and scores. With --base both
-policies get the same questions; the table has the paired difference, its interval and an exact
-test. What is finished is found again; what was interrupted goes on.
+Tasks are lm-eval's, unchanged: prompts, worked examples, extraction and scores. Suites are tasks of
+reasoning-gym, which are drawn offline and scored by itself; they stand in for the public sets where
+there is no network. With --base both policies get the same questions; the table has the paired
+difference, its interval and an exact test. What is finished is found again; what was interrupted
+goes on.
 
 Command   python -m experiments.evaluate --model FOLDER --tasks gsm8k,minerva_math,bbh,mmlu_pro
           python -m experiments.evaluate --model FOLDER --base smollm2-135m --limit 200
           python -m experiments.evaluate --tasks gsm8k --data tests/harness --num-fewshot 2
               --max-gen-toks 25 --batch-size 25     fifty simple problems, without a network
-Expected  of the last: 0.480 [0.348, 0.615] by strict and by lenient extraction, each answer as by
-          lm-eval's own model on torch
-Time      of the last: 2.5 minutes on 2 shared CPU cores; 5 seconds when it is repeated
+          python -m experiments.evaluate --suites offline --max-gen-toks 128
+Expected  fifty problems: 0.480 [0.348, 0.615] by strict and by lenient extraction, each answer as
+          by lm-eval's own model on torch; the ten offline suites: RESULTS.md
+Time      fifty problems: 2.5 minutes on 2 shared CPU cores; 5 seconds when it is repeated
 """
 
 import dataclasses
@@ -26,7 +29,15 @@ from experiments import cli
 from jaxrl_llm.logging import config_hash, provenance, write_json
 from jaxrl_llm.models import hf
 from jaxrl_llm.policy import Policy
-from jaxrl_llm.suites import SuiteResult, comparison_table, load_result, save_result
+from jaxrl_llm.suite_eval import OFFLINE_SUITES, evaluate_suite, reasoning_suite
+from jaxrl_llm.suites import (
+    SuiteResult,
+    comparison_table,
+    kept_result,
+    load_result,
+    save_result,
+    stages_record,
+)
 from jaxrl_llm.types import ConfigError
 
 
@@ -39,16 +50,19 @@ class Config:
     one of the Hugging Face hub."""
     base: str | None = None
     """What it is compared with: another of these."""
-    tasks: str = "gsm8k,minerva_math,bbh,mmlu_pro"
-    """Names of lm-eval's tasks or groups, with commas between them."""
+    tasks: str | None = None
+    """Names of lm-eval's tasks or groups, with commas between them; by default
+    gsm8k,minerva_math,bbh,mmlu_pro, or none with --suites."""
+    suites: tuple[str, ...] = ()
+    """Tasks of reasoning-gym by name; offline means the ten of suite_eval.OFFLINE_SUITES."""
     limit: int | None = None
-    """Questions of each task, the first ones; all of them without it."""
+    """Questions of each task, the first ones; without it all, and 200 of a suite."""
     data: Path | None = None
     """Folder with local copies of the data: TASK.jsonl, TASK.parquet, or TASK/SPLIT.jsonl."""
     num_fewshot: int | None = None
     """Worked examples before each question; without it the task's own number."""
     chat: bool = False
-    """Ask by the model's chat template."""
+    """Ask by the model's chat template; suites always do."""
     max_length: int | None = None
     """Longest prompt and answer together, in tokens; by default the tokenizer's, or else 2048."""
     max_gen_toks: int = 256
@@ -65,11 +79,13 @@ class Config:
     """Two made-up questions for a model with fresh weights, to see that everything works."""
 
     def __post_init__(self):
-        if not self.names or len(set(self.names)) < len(self.names):
+        if not (self.names or self.suites) or len(set(self.names)) < len(self.names):
             raise ConfigError(f"tasks={self.tasks!r}: expected distinct names, such as gsm8k,bbh")
         for name in ("limit", "max_length", "max_gen_toks", "batch_size"):
             if (size := getattr(self, name)) is not None and size < 1:
                 raise ConfigError(f"{name}={size}: expected at least 1")
+        if self.base == self.model:
+            raise ConfigError(f"base={self.base}: that is the model; expected another one")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ConfigError(f"num_fewshot={self.num_fewshot}: expected 0 or more")
         if self.data is not None and not self.data.is_dir():
@@ -79,7 +95,13 @@ class Config:
 
     @property
     def names(self) -> list[str]:
-        return [name for name in (part.strip() for part in self.tasks.split(",")) if name]
+        published = "" if self.suites else "gsm8k,minerva_math,bbh,mmlu_pro"
+        tasks = published if self.tasks is None else self.tasks
+        return [name for name in (part.strip() for part in tasks.split(",")) if name]
+
+    @property
+    def suite_names(self) -> tuple[str, ...]:
+        return OFFLINE_SUITES if self.suites == ("offline",) else self.suites
 
     @property
     def folder(self) -> Path:
@@ -95,15 +117,17 @@ class Candidate:
         self.digest = fingerprint([self.path])
 
     @cached_property
+    def policy(self) -> Policy:
+        weights = self.config.weights
+        return Policy.from_pretrained(self.name, dtype=weights, compute_dtype=weights)
+
+    @cached_property
     def lm(self) -> Any:
         from jaxrl_llm.harness import HarnessLM
 
         config = self.config
-        policy = Policy.from_pretrained(
-            self.name, dtype=config.weights, compute_dtype=config.weights
-        )
         return HarnessLM(
-            policy,
+            self.policy,
             batch_size=config.batch_size,
             max_length=config.max_length,
             max_gen_toks=config.max_gen_toks,
@@ -166,30 +190,57 @@ def measured(candidate: Candidate, task: str) -> SuiteResult:
     return done.result
 
 
+def asked(candidate: Candidate, suite: str) -> SuiteResult:
+    """As `measured`, of a task of reasoning-gym."""
+    config = candidate.config
+    settings: dict[str, Any] = {
+        "suite": suite,
+        "model": candidate.name,
+        "model_digest": candidate.digest,
+        "questions": config.limit or 200,
+        "max_tokens": config.max_gen_toks,
+        "weights": config.weights,
+        "reasoning_gym": version("reasoning-gym"),
+    }
+    key = config_hash(settings)
+    path = config.folder / "results" / f"{suite}-{Path(candidate.name).name}-{key}.json"
+
+    def measure() -> SuiteResult:
+        print(f"{suite}, {candidate.name}:", flush=True)
+        questions = reasoning_suite(suite, settings["questions"])
+        result = evaluate_suite(
+            candidate.policy,
+            questions,
+            max_tokens=config.max_gen_toks,
+            batch=config.batch_size,
+        )
+        print(f"  {result.seconds:.0f} s", flush=True)
+        return result
+
+    return kept_result(path, measure, {"settings": settings})
+
+
 def main(config: Config) -> None:
-    try:
-        version("lm-eval")
-    except ModuleNotFoundError:
-        raise ConfigError("this needs lm-eval: pip install 'jaxrl_llm[eval]'") from None
+    for package in ["lm-eval"] * bool(config.names) + ["reasoning-gym"] * bool(config.suites):
+        try:
+            version(package)
+        except ModuleNotFoundError:
+            raise ConfigError(f"this needs {package}: pip install 'jaxrl_llm[eval]'") from None
     if config.smoke:
         config = smoke(config)
     candidates = [Candidate(name, config) for name in (config.base, config.model) if name]
-    results = [[measured(candidate, task) for task in config.names] for candidate in candidates]
-    rows = list(zip(candidates, results, strict=True))
-    table = comparison_table([(candidate.name, found) for candidate, found in rows])
+    columns = [
+        (
+            candidate.name,
+            [measured(candidate, task) for task in config.names]
+            + [asked(candidate, suite) for suite in config.suite_names],
+        )
+        for candidate in candidates
+    ]
+    table = comparison_table(columns)
     print(f"\n{table}")
     (config.folder / "table.md").write_text(table, encoding="utf-8")
-    write_json(
-        config.folder / "results.json",
-        {
-            "provenance": provenance(),
-            "results": [
-                {"model": candidate.name} | dataclasses.asdict(result)
-                for candidate, found in rows
-                for result in found
-            ],
-        },
-    )
+    write_json(config.folder / "results.json", stages_record("evaluate", columns))
     print(f"{config.folder}: results.json, table.md; answers in results/")
 
 
@@ -212,6 +263,7 @@ def smoke(config: Config) -> Config:
         model=str(folder / "policy"),
         base=None,
         tasks="gsm8k",
+        suites=(),
         data=folder / "data",
         num_fewshot=1,
         max_length=256,

@@ -1,6 +1,7 @@
 """Puts what runs came to into results/ and RESULTS.md.
 
-Of an ablation its results.json and curves.png, of a single run its summary.json and learning curve.
+Of an ablation its results.json and curves.png, of a single run its summary.json and learning curve,
+of policies on suites of questions their results.json.
 A smoke run is refused, and so is one of changed code, which no commit stands for.
 
 Command   python -m experiments.publish runs/ablate_kl_coef/default runs/countdown_3to4/default
@@ -22,6 +23,7 @@ from jaxrl_llm.logging import write_json
 from jaxrl_llm.types import ConfigError
 
 _KEPT = ("experiment", "before", "after", "iterations", "run_seconds")
+_PLACES = ("--root", "--run.root", "--name", "--run.name")
 _ORIGIN = ("commit", "is_dirty", "versions", "python", "platform", "cpus", "cpu", "device")
 
 
@@ -52,34 +54,49 @@ def main(config: Config) -> None:
             )
         name = record["experiment"]
         write_json(config.results / f"{name}.json", record)
-        shutil.copyfile(figure, config.results / f"{name}.png")
+        if figure:
+            shutil.copyfile(figure, config.results / f"{name}.png")
     results.write_page(config.results)
     print(
         f"{config.results.parent / results.PAGE.name}: {len(results.read(config.results))} records"
     )
 
 
-def read(folder: Path) -> tuple[dict[str, Any], Path]:
-    """The record of a folder, and its figure.
+def read(folder: Path) -> tuple[dict[str, Any], Path | None]:
+    """The record of a folder, and its figure where it has one.
 
     Raises:
         ConfigError: it holds nothing finished.
     """
     if (folder / "results.json").is_file():
         record = json.loads((folder / "results.json").read_text())
+        if "stages" in record:
+            record["claim"] = claim(record["experiment"])
+            record["arguments"] = arguments(record["provenance"]["command"])
         record["provenance"] = {name: record["provenance"].get(name) for name in _ORIGIN}
-        return record, folder / "curves.png"
+        return record, None if "stages" in record else folder / "curves.png"
     if not (folder / "summary.json").is_file():
         raise ConfigError(
             f"{folder}: neither results.json nor summary.json there; expected the folder of a "
             "finished ablation or run, such as runs/ablate_kl_coef/default"
         )
     summary = json.loads((folder / "summary.json").read_text())
-    header = importlib.import_module(f"experiments.{summary['experiment']}").__doc__ or ""
     record = {name: summary[name] for name in _KEPT}
-    record["claim"] = header.strip().splitlines()[0]
+    record["claim"] = claim(summary["experiment"])
     record["provenance"] = {name: summary.get(name) for name in _ORIGIN}
     return record, folder / "plots" / "learning.png"
+
+
+def claim(experiment: str) -> str:
+    header = importlib.import_module(f"experiments.{experiment}").__doc__ or ""
+    return header.strip().splitlines()[0]
+
+
+def arguments(command: list[str]) -> list[str]:
+    """What was typed after the experiment's name, but for where the results were to lie."""
+    typed = command[command.index("-m") + 2 :]
+    places = {i for i, word in enumerate(typed) if word in _PLACES}
+    return [word for i, word in enumerate(typed) if not {i, i - 1} & places]
 
 
 if __name__ == "__main__":

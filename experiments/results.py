@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.suites import SuiteResult, comparison_table
+
 FOLDER = Path(__file__).parents[1] / "results"
 PAGE = FOLDER.parent / "RESULTS.md"
 COLUMNS = {  # figure → its column and format
@@ -23,6 +25,9 @@ ORDER = (
     "ablate_loss_aggregation",
     "ablate_clip_higher",
     "ablate_dynamic_sampling",
+    "countdown_3to4",
+    "transfer_countdown",
+    "evaluate",
 )
 
 _INTRODUCTION = """# Results
@@ -52,6 +57,8 @@ it.
 
 def markdown(record: Mapping[str, Any]) -> str:
     """The tables of a record: of arms with what they say of the claims, or of one run."""
+    if "stages" in record:
+        return _of_stages(record)
     if "arms" not in record:
         return _of_one_run(record)
     titles = [title for title, _ in COLUMNS.values()]
@@ -84,6 +91,16 @@ def _of_one_run(record: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"{cost}; intervals are over problems, of one seed."]) + "\n"
 
 
+def _of_stages(record: Mapping[str, Any]) -> str:
+    """Policies on suites of questions, and the time that the answers took."""
+    columns = [
+        (stage, [SuiteResult(**result) for result in found])
+        for stage, found in record["stages"].items()
+    ]
+    seconds = sum(result.seconds for _, found in columns for result in found)
+    return f"{comparison_table(columns)}\nAnswers took {seconds:.0f} s in all.\n"
+
+
 def interval(estimate: tuple[float, float, float], form: str) -> str:
     value, low, high = (format(x, form) for x in estimate)
     return f"{value} [{low}, {high}]"
@@ -96,18 +113,22 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
         record = records[name]
         origin = record["provenance"]
         dirty = ", with changes" if origin["is_dirty"] else ""
+        command = " ".join(["python -m", f"experiments.{name}", *record.get("arguments", ())])
+        figure = "" if "stages" in record else f"\n![curves](results/{name}.png)\n"
         parts.append(
             f"## {name}\n\n{record['claim']}\n\n"
-            f"`python -m experiments.{name}` · {_seeds(record)} · "
+            f"`{command}` · {_sample(record)} · "
             f"{origin['cpus']} CPU cores ({origin['cpu']}) · jax {origin['versions']['jax']} · "
             f"commit {(origin['commit'] or 'unknown')[:7]}{dirty} · "
             f"[results/{name}.json](results/{name}.json)\n\n"
-            f"{markdown(record)}\n![curves](results/{name}.png)\n"
+            f"{markdown(record)}{figure}"
         )
     return "\n".join(parts)
 
 
-def _seeds(record: Mapping[str, Any]) -> str:
+def _sample(record: Mapping[str, Any]) -> str:
+    if "stages" in record:
+        return "intervals over questions, differences paired by question"
     return f"seeds 0 to {record['seeds'] - 1}" if "arms" in record else "seed 0"
 
 

@@ -31,11 +31,11 @@ from jaxrl_llm.answers import AskConfig
 from jaxrl_llm.envs.countdown import HELD_OUT, Countdown, countdown_params
 from jaxrl_llm.envs.expression import grade
 from jaxrl_llm.grading import Grade
-from jaxrl_llm.logging import RunFolder, provenance, write_json
+from jaxrl_llm.logging import RunFolder, write_json
 from jaxrl_llm.parallel import SINGLE
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.suite_eval import OFFLINE_SUITES, Suite, evaluate_suite, reasoning_suite
-from jaxrl_llm.suites import SuiteResult, comparison_table, load_result, save_result
+from jaxrl_llm.suites import SuiteResult, comparison_table, kept_result, stages_record
 from jaxrl_llm.tokenizers import arithmetic_tokenizer
 from jaxrl_llm.trainer import FREE_FIELDS, RunConfig
 from jaxrl_llm.types import ConfigError
@@ -133,10 +133,14 @@ def main(config: Config) -> bool:
             if policy is None:
                 return False
             columns.append((stage, measured(config, stage, policy)))
-        table = comparison_table([(stage, [scores(r) for r in found]) for stage, found in columns])
+        shown = [(stage, [scores(result) for result in found]) for stage, found in columns]
+        table = comparison_table(shown)
         print(f"\n{table}")
         (config.folder / "table.md").write_text(table, encoding="utf-8")
-        write_json(config.folder / "results.json", record(columns))
+        write_json(
+            config.folder / "results.json",
+            stages_record("transfer_countdown", shown) | {"smoke": config.smoke},
+        )
     print(f"{config.folder}: table.md, results.json; what was answered in results/")
     return True
 
@@ -176,11 +180,12 @@ def measured(config: Config, stage: str, name: Path | str) -> list[SuiteResult]:
     results = []
     for suite_name, make in suites(config).items():
         path = folder / f"{stage}, {suite_name}.json".replace(" ", "_").replace(",", "")
-        if not path.exists():
-            print(f"{stage}: {suite_name}", flush=True)
-            result = evaluate_suite(policy(), make(), config.samples, max_tokens=config.max_tokens)
-            save_result(path, result, provenance())
-        results.append(load_result(path))
+
+        def measure(name=suite_name, make=make) -> SuiteResult:
+            print(f"{stage}: {name}", flush=True)
+            return evaluate_suite(policy(), make(), config.samples, max_tokens=config.max_tokens)
+
+        results.append(kept_result(path, measure, {}))
     if config.tasks:
         results += by_lm_eval(config, name)
     return results
@@ -251,16 +256,6 @@ def scores(result: SuiteResult) -> SuiteResult:
         if not name.endswith(("answered", "truncated", "ungraded"))
     }
     return dataclasses.replace(result, scores=kept)
-
-
-def record(columns: list[tuple[str, list[SuiteResult]]]) -> dict[str, Any]:
-    """The table's numbers, with where they came from."""
-    return {
-        "provenance": provenance(),
-        "stages": {
-            stage: [dataclasses.asdict(result) for result in results] for stage, results in columns
-        },
-    }
 
 
 if __name__ == "__main__":

@@ -111,6 +111,8 @@ def select(records: Mapping[str, Any], wanted: tuple[str, ...]) -> dict[str, lis
         name, _, label = path.partition("/")
         if name not in records:
             raise ConfigError(f"no record of {name}: expected one of {', '.join(records)}")
+        if "arms" not in records[name]:
+            raise ConfigError(f"{name} has no arms to train again: run its command in RESULTS.md")
         known = list(records[name]["arms"])
         if label and label not in known:
             raise ConfigError(f"{name} has no arm {label!r}: expected one of {', '.join(known)}")

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from scipy import stats
 
 from jaxrl_llm.evaluation import mean_over_problems
-from jaxrl_llm.logging import write_json
+from jaxrl_llm.logging import provenance, write_json
 from jaxrl_llm.types import ConfigError
 
 _RESAMPLES = 9999
@@ -94,6 +94,34 @@ def load_result(path: str | Path) -> SuiteResult:
         raise ConfigError(
             f"{path} holds no result ({error!r}): expected a file that suites.save_result wrote"
         ) from None
+
+
+def kept_result(
+    path: Path, measure: Callable[[], SuiteResult], about: Mapping[str, Any]
+) -> SuiteResult:
+    """The result in a file, or else one that is measured and written there.
+
+    Args:
+        path: of the file.
+        measure: makes the result.
+        about: what is kept with it beside its provenance, such as the settings.
+    """
+    if not path.is_file():
+        save_result(path, measure(), provenance() | about)
+    return load_result(path)
+
+
+def stages_record(
+    experiment: str, columns: Sequence[tuple[str, Sequence[SuiteResult]]]
+) -> dict[str, Any]:
+    """The numbers behind a `comparison_table`, with where they came from."""
+    return {
+        "experiment": experiment,
+        "provenance": provenance(),
+        "stages": {
+            stage: [dataclasses.asdict(result) for result in results] for stage, results in columns
+        },
+    }
 
 
 class Difference(NamedTuple):

@@ -24,7 +24,7 @@ from test_harness_tasks import (
 
 from experiments import evaluate
 from jaxrl_llm import harness_tasks
-from jaxrl_llm.suites import load_result
+from jaxrl_llm.suites import SuiteResult, load_result
 from jaxrl_llm.types import ConfigError
 
 
@@ -75,7 +75,7 @@ def forbid(monkeypatch):
 def test_the_scores_of_every_question_are_kept_with_where_they_came_from(scripted):
     folder = scripted()
     held = json.loads((folder / "results.json").read_text())
-    (result,) = held["results"]
+    ((result,),) = held["stages"].values()
     assert result["scores"] == dict(zip(ASKED, (STRICT, LENIENT), strict=True))
     assert len(result["questions"]) == 5 and "commit" in held["provenance"]
     (path,) = (folder / "results").glob("gsm8k-strong-????????????.json")
@@ -92,7 +92,7 @@ def test_what_is_measured_is_found_again_and_what_changed_is_not(scripted, tmp_p
     with monkeypatch.context() as patch:
         forbid(patch)
         again = (scripted() / "results.json").read_text()
-        assert json.loads(again)["results"] == json.loads(first)["results"]
+        assert json.loads(again)["stages"] == json.loads(first)["stages"]
         for changed in ({"limit": 3}, {"num_fewshot": 0}, {"max_gen_toks": 9}, {"chat": True}):
             with pytest.raises(RuntimeError, match="measured again"):
                 scripted(**changed)
@@ -102,7 +102,8 @@ def test_what_is_measured_is_found_again_and_what_changed_is_not(scripted, tmp_p
     scripted()
     write_jsonl(tmp_path / "data" / "gsm8k.jsonl", rows(QUESTIONS[:3]))
     held = json.loads((scripted() / "results.json").read_text())
-    assert len(held["results"][0]["questions"]) == 3
+    ((result,),) = held["stages"].values()
+    assert len(result["questions"]) == 3
 
 
 def test_a_policy_is_compared_with_its_base_question_by_question(scripted, tmp_path):
@@ -114,9 +115,34 @@ def test_a_policy_is_compared_with_its_base_question_by_question(scripted, tmp_p
     # Right 1 of 5 before and 4 of 5 after, none lost: McNemar's p is 2 · ½³.
     assert "0.200 [" in lenient and "; +0.600 [" in lenient and "p = 0.25" in lenient
     assert "p = 1 " in strict  # one question gained
-    held = json.loads((folder / "results.json").read_text())["results"]
-    assert [os.path.basename(result["model"]) for result in held] == ["weak", "strong"]
-    assert held[0]["questions"] == held[1]["questions"]
+    held = json.loads((folder / "results.json").read_text())["stages"]
+    assert [os.path.basename(name) for name in held] == ["weak", "strong"]
+    (before,), (after,) = held.values()
+    assert before["questions"] == after["questions"]
+
+
+def test_suites_are_drawn_offline_asked_once_and_found_again(scripted, monkeypatch, capsys):
+    calls = []
+
+    def answered(policy, suite, **settings):
+        calls.append((suite.name, settings))
+        n = len(suite.questions)
+        return SuiteResult(suite.name, {"greedy/strict": [1.0] * n}, suite.questions, 2.0)
+
+    monkeypatch.setattr(evaluate.Candidate, "policy", None)
+    monkeypatch.setattr(evaluate, "evaluate_suite", answered)
+    asked = {"tasks": None, "suites": ("chain_sum", "countdown"), "limit": 3, "max_gen_toks": 9}
+    folder = scripted(**asked)
+    expected = {"max_tokens": 9, "batch": 8}
+    assert calls == [("chain_sum", expected), ("countdown", expected)]
+    table = (folder / "table.md").read_text()
+    assert "| chain_sum | greedy/strict | 3 | 1.000" in table and "gsm8k" not in table
+    scripted(**asked)
+    assert len(calls) == 2
+    scripted(**asked | {"limit": None})
+    assert len(calls) == 4
+    assert "| countdown | greedy/strict | 200 |" in (folder / "table.md").read_text()
+    assert "chain_sum" in evaluate.Config(suites=("offline",)).suite_names
 
 
 def test_an_interrupted_task_goes_on_where_it_was(scripted, tmp_path, monkeypatch):
@@ -142,13 +168,16 @@ def test_an_interrupted_task_goes_on_where_it_was(scripted, tmp_path, monkeypatc
 def test_the_smoke_run_measures_a_fresh_model(tmp_path):
     evaluate.main(evaluate.Config(smoke=True, root=tmp_path))
     held = json.loads((tmp_path / "evaluate" / "smoke" / "results.json").read_text())
-    assert {len(values) for values in held["results"][0]["scores"].values()} == {2}
+    ((result,),) = held["stages"].values()
+    assert {len(values) for values in result["scores"].values()} == {2}
 
 
 def test_settings_that_cannot_work_are_refused_in_one_line(tmp_path):
     for settings, message in (
         ({"tasks": " , "}, "expected distinct names"),
         ({"tasks": "gsm8k,gsm8k"}, "expected distinct names"),
+        ({"tasks": "", "suites": ()}, "expected distinct names"),
+        ({"base": "smollm2-135m"}, "that is the model"),
         ({"limit": 0}, "limit=0: expected at least 1"),
         ({"num_fewshot": -1}, "num_fewshot=-1"),
         ({"data": tmp_path / "none"}, "is no folder"),

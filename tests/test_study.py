@@ -18,7 +18,8 @@ from experiments import (
     verify_results,
 )
 from experiments.study import ArmResult, StudyConfig, figures, programs
-from jaxrl_llm.logging import config_hash
+from jaxrl_llm.logging import config_hash, write_json
+from jaxrl_llm.suites import SuiteResult, stages_record
 from jaxrl_llm.trainer import RunConfig
 from jaxrl_llm.types import ConfigError
 
@@ -226,7 +227,7 @@ def test_the_published_page_is_that_of_the_published_records():
     assert results.PAGE.read_text() == results.page(results.read())
 
 
-@pytest.mark.parametrize("name", results.read())
+@pytest.mark.parametrize("name", [name for name, x in results.read().items() if "arms" in x])
 def test_the_published_findings_follow_from_the_published_seeds(name, capsys):
     """Also a golden value of which difference decides which claim, and of its sign."""
     record = results.read()[name]
@@ -274,6 +275,39 @@ def test_a_single_run_is_published_with_its_figures(tmp_path):
     assert "| sampled | 0.250 [0.250, 0.250] | 0.250 [0.250, 0.250] |" in page
     assert "4 iterations, 7 s" in page and "commit abcdefg " in page
     assert verify_results.main(verify_results.Config(results=tmp_path / "results", arms=()))
+
+
+def test_policies_on_suites_are_published_with_what_was_typed(tmp_path, monkeypatch):
+    run, questions = tmp_path / "run", ["q1", "q2"]
+    run.mkdir()
+    results_of = [
+        SuiteResult("sums", {"strict": list(s)}, questions, 3.0) for s in ((0.0, 1.0), (1.0, 1.0))
+    ]
+    columns = [
+        (name, [result]) for name, result in zip(("before", "after"), results_of, strict=True)
+    ]
+    typed = [
+        "python",
+        "-m",
+        "experiments.evaluate",
+        "--limit",
+        "2",
+        "--root",
+        "/tmp/here",
+        "--chat",
+    ]
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    write_json(run / "results.json", stages_record("evaluate", columns))
+    folder = tmp_path / "results"
+    publish.main(publish.Config(folders=(run,), results=folder, changed=True))
+    page = (tmp_path / "RESULTS.md").read_text()
+    assert "`python -m experiments.evaluate --limit 2 --chat` · intervals over questions" in page
+    assert "| sums | strict | 2 | 0.500 [" in page and "; +0.500 [" in page
+    assert "Answers took 6 s" in page and "curves" not in page
+    assert "/tmp" not in page + (folder / "evaluate.json").read_text()
+    assert verify_results.main(verify_results.Config(results=folder, arms=()))
+    with pytest.raises(ConfigError, match="evaluate has no arms to train again"):
+        verify_results.select(results.read(folder), ("evaluate",))
 
 
 def test_unknown_arms_are_refused():
