@@ -55,6 +55,15 @@ class Measured(NamedTuple):
     samples: list[dict[str, Any]]
 
 
+class Call(NamedTuple):
+    """One compiled call that has ended."""
+
+    before: int  # iterations
+    done: int
+    metrics: Metrics  # on the host, [iterations of the call]
+    seconds: float
+
+
 class RunResult(NamedTuple):
     """What `train` leaves in memory; the rest is in the folder."""
 
@@ -85,9 +94,9 @@ def train(
     """Run the step that `make_step` returns until `total`, from the newest checkpoint on.
 
     Metrics of iteration i are row i + 1 (after i + 1 iterations); evaluations join the row they
-    were made at, the first one row 0. Checkpoints are written after the rows they belong to, so a
-    killed run resumes without a gap and without a repetition. SIGINT and SIGTERM save first, all
-    processes of the run when one of them gets it.
+    were made at, the first one row 0. Rows are written while the next call runs. Checkpoints are
+    written after the rows they belong to, so a killed run resumes without a gap and without a
+    repetition. SIGINT and SIGTERM save first, all processes of the run when one of them gets it.
 
     Args:
         folder: the run's folder.
@@ -171,36 +180,56 @@ def train(
             figures: dict[str, str] = {}
             hidden = run.quiet or not is_first()
             bar = tqdm(total=total, initial=done, disable=hidden, unit="it", leave=False)
+
+            def write(call: Call, measured_at: TrainState | None = None) -> None:
+                """The rows of a call, with an evaluation of the state it left where one is due."""
+                length = call.done - call.before
+                tokens = float(np.sum(call.metrics.get(tokens_metric, 0)))
+                timing = {
+                    "time/iteration_seconds": call.seconds / length,
+                    "time/tokens_per_second": tokens / call.seconds,
+                }
+                staged = {}
+                rows: list[dict[str, Any]] = [
+                    {name: x[i] for name, x in call.metrics.items()} for i in range(length)
+                ]
+                if evaluate is not None and measured_at is not None:
+                    with timer("evaluate"):
+                        measured = evaluate(params(measured_at))
+                    rows[-1] |= measured.metrics
+                    staged = time_stages(measured_at, call.seconds / length)
+                    log.write_samples(call.done, measured.samples)
+                for i, row in enumerate(rows, start=call.before + 1):
+                    log.write(i, row, timing | (timer.take() | staged if i == call.done else {}))
+                show(bar, figures, rows, shown, timing)
+
+            unwritten: Call | None = None  # the newest call, whose rows are written during the next
             is_stopped = any_process(interrupt.requested)
             while done < total and not is_stopped:
                 length = min(per_call, total - done)
-                call = compiled(length, state)
-                with timer("train"):
-                    state, metrics = call(state, frozen)
-                    metrics = jax.device_get(layout.first(metrics))
-                before, done = done, done + length
-                seconds = timer.seconds["train"]
-                timing = {
-                    "time/iteration_seconds": seconds / length,
-                    "time/tokens_per_second": float(np.sum(metrics.get(tokens_metric, 0)))
-                    / seconds,
-                }
-                staged = {}
-                rows = [{name: x[i] for name, x in metrics.items()} for i in range(length)]
-                if evaluate is not None and is_evaluation_due(before, done):
-                    with timer("evaluate"):
-                        measured = evaluate(params(state))
-                    rows[-1] |= measured.metrics
-                    staged = time_stages(state, seconds / length)
-                    log.write_samples(done, measured.samples)
-                for i, row in enumerate(rows, start=before + 1):
-                    log.write(i, row, timing | (timer.take() | staged if i == done else {}))
+                if unwritten and length not in calls:  # to compile takes long, and may fail
+                    write(unwritten)
+                    unwritten = None
+                program = compiled(length, state)
+                begin = time.perf_counter()
+                state, running = program(state, frozen)
+                if unwritten:
+                    write(unwritten)
+                metrics = jax.device_get(layout.first(running))
+                seconds = time.perf_counter() - begin
+                timer.add("train", seconds)
+                unwritten = Call(done, done + length, metrics, seconds)
                 is_stopped = any_process(interrupt.requested)
-                if checkpoints.is_due(done) or done == total or is_stopped:
+                is_measured = is_evaluation_due(done, done + length)
+                done += length
+                is_saved = checkpoints.is_due(done) or done == total or is_stopped
+                if is_measured or is_saved:
+                    write(unwritten, state if is_measured else None)
+                    unwritten = None
+                if is_saved:
                     with timer("checkpoint"):
                         log.sync()
                         checkpoints.save(done, layout.first(state))
-                show(bar, figures, rows, shown, timing)
             bar.close()
     wait_for_all("history")
     return RunResult(
@@ -230,7 +259,10 @@ class Timer:
 
     def __exit__(self, *_: object) -> None:
         name, start = self._running.pop()
-        spent = time.perf_counter() - start
+        self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, spent: float) -> None:
+        """Seconds that were measured elsewhere."""
         for ledger in (self.seconds, self.total):
             ledger[name] = ledger.get(name, 0.0) + spent
 
@@ -255,7 +287,7 @@ def peak_memory(compiled: Any) -> float:
 def show(
     bar: tqdm,
     figures: dict[str, str],
-    rows: list[dict[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
     shown: Sequence[str],
     timing: dict[str, float],
 ) -> None:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.logging import RunFolder, read_rows
+from jaxrl_llm.logging import MetricsLog, RunFolder, read_rows
+from jaxrl_llm.parallel import SINGLE
 from jaxrl_llm.trainer import Measured, RunConfig, train
 from jaxrl_llm.training import TrainState
 from jaxrl_llm.types import ConfigError
@@ -170,6 +171,60 @@ def test_without_stages_nothing_is_left_over(tmp_path):
     go(tmp_path / "run")
     timing = read_rows(tmp_path / "run" / "timing.jsonl")
     assert not any("time/rest_seconds" in row for row in timing)
+
+
+def test_rows_are_written_while_the_next_call_runs_and_before_what_needs_them(tmp_path):
+    events = []
+
+    class Told:
+        def __getattr__(self, name):
+            return getattr(SINGLE, name)
+
+        def describe(self, state):
+            return "told"
+
+        def compile_step(self, program, *args):
+            compiled = SINGLE.compile_step(program, *args)
+
+            def call(*args):
+                events.append("call")
+                return compiled(*args)
+
+            call.memory_analysis = compiled.memory_analysis
+            return call
+
+    class ToldLog(MetricsLog):
+        def write(self, step, *args):
+            events.append(step)
+            super().write(step, *args)
+
+        def sync(self):
+            events.append("save")
+            super().sync()
+
+    def evaluate(params):
+        events.append("evaluate")
+        return Measured({}, [])
+
+    with RunFolder.open(tmp_path / "run", {}) as folder:
+        train(
+            folder,
+            start(),
+            lambda: walk,
+            run=RunConfig(quiet=True, checkpoint_every=6),
+            total=11,
+            per_call=2,
+            evaluate=evaluate,
+            evaluate_every=4,
+            layout=Told(),
+            open_log=ToldLog,
+        )
+    assert events == [
+        *("evaluate", 0, "call", "call", 1, 2, "evaluate", 3, 4),
+        *("call", 5, 6, "save", "call", "evaluate", 7, 8),
+        # A call of another length is compiled first, which may fail: nothing may be unwritten.
+        *("call", 9, 10, "call", "evaluate", 11, "save"),
+    ]
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):
