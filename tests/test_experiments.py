@@ -157,6 +157,20 @@ def test_all_experiments_share_the_warm_start():
 def test_a_comparison_of_unknown_arms_names_the_known_ones():
     with pytest.raises(ConfigError, match="no experiment for a2c; expected some of ppo, grpo"):
         compare_algorithms.Config(arms=("ppo", "a2c"))
+    with pytest.raises(ConfigError, match="seeds=0: expected at least 1"):
+        compare_algorithms.Config(seeds=0)
+
+
+def test_gains_over_seeds_are_paired_with_the_first_algorithms():
+    def row(name, seed, after):
+        figures = [{"eval/sampled": x} for x in (0.2, after)]
+        return {"algorithm": name, "seed": seed, "before": figures[0], "after": figures[1]}
+
+    rows = [row("ppo", seed, 0.3 + 0.01 * seed) for seed in range(3)]
+    rows += [row("grpo", seed, 0.35 + 0.01 * seed) for seed in range(3)]
+    ppo, grpo = compare_algorithms.over_seeds(rows).splitlines()[2:]
+    assert ppo.startswith("| ppo | 3 | +11.0 [+") and ppo.endswith("] | – |")
+    assert grpo.startswith("| grpo | 3 | +16.0 [+") and grpo.endswith("| +5.0 [+5.0, +5.0] |")
 
 
 @pytest.mark.slow
