@@ -5,7 +5,8 @@ scaling   seconds of a GRPO iteration over a decade each of B prompts, G complet
           completion and L layers, with the exponent of a fitted power law beside that of the FLOP;
 lengths   seconds of sampling when completions end early, over those at full length;
 host      time of the host between the device's calls within `trainer.train`, without evaluation;
-memory    resident memory of a tiny run, which should stay flat (what malloc keeps is in it);
+memory    what a tiny run has allocated, which should stay flat, and its resident memory, which
+          has what malloc keeps in it;
 seeds     one iteration of several seeds under `jax.vmap`, over single ones one after the other.
 
 Command   python -m experiments.bench_scaling
@@ -16,6 +17,7 @@ Time      minutes on 2 CPU cores; --only PART for one
 import dataclasses
 import itertools
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -37,7 +39,7 @@ from jaxrl_llm.losses.objective import make_algorithm
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
 from jaxrl_llm.optimizer import make_optimizer
 from jaxrl_llm.parallel import SINGLE
-from jaxrl_llm.profiling import Program
+from jaxrl_llm.profiling import Program, live_heap
 from jaxrl_llm.rollout import make_rollout
 from jaxrl_llm.sampling import SamplingConfig
 from jaxrl_llm.trainer import RunConfig, train
@@ -306,6 +308,7 @@ class Moment(NamedTuple):
     begin: float  # seconds
     end: float  # its results are there
     resident: int  # bytes held by the process then
+    allocated: int | None = None  # those in use
 
 
 @dataclass
@@ -318,7 +321,7 @@ class Call:
     def __call__(self, *args):
         begin = time.perf_counter()
         results = jax.block_until_ready(self.compiled(*args))
-        self.moments.append(Moment(begin, time.perf_counter(), resident()))
+        self.moments.append(Moment(begin, time.perf_counter(), resident(), live_heap()))
         return results
 
     def memory_analysis(self):
@@ -423,10 +426,14 @@ def host_share(moments: Sequence[Moment], per_call: int, checkpoint_every: int) 
 
 
 def memory(config: Config) -> Result:
-    """Resident memory after every call of a run, and what came after its first tenth."""
-    held = [one.resident / 1e6 for one in watch(config.network, config.tiny)]
+    """Memory after every call of a run, and what came after its first tenth."""
+    moments = watch(config.network, config.tiny)
+    held = [one.resident / 1e6 for one in moments]
+    used = [one.allocated / 1e6 for one in moments if one.allocated is not None]
     early = len(held) // 10
     found = {
+        "allocated_mb": used,
+        "allocated_growth_mb": used[-1] - used[early - 1] if used else math.nan,
         "growth_mb": held[-1] - held[early - 1],
         "second_half_mb": held[-1] - held[len(held) // 2 - 1],
         # One large return to the system would hide any growth.
@@ -473,8 +480,9 @@ SAYS: dict[Part, str] = {
     "{ratio:.2f} ({low:.2f} to {high:.2f}), goal: at most 0.4",
     "host": "iterations of {iteration_seconds:.3f} s a call: {milliseconds:.1f} ms between calls, "
     "{share:.2%} of the time, with checkpoints {share_with_saving:.2%}, goal: below 2 %",
-    "memory": "iterations in: {growth_mb:+.1f} MB, in the second half {second_half_mb:+.1f} MB, of "
-    "{at_end_mb:.0f} MB; at once up to {largest_drop_mb:.1f} MB returned, goal: flat",
+    "memory": "iterations in: allocated {allocated_growth_mb:+.1f} MB; resident {growth_mb:+.1f} "
+    "MB, in the second half {second_half_mb:+.1f} MB, of {at_end_mb:.0f} MB; at once up to "
+    "{largest_drop_mb:.1f} MB returned, goal: flat",
     "seeds": "prompts: vmap {vmap:.3f} s, one by one {single:.3f} s, ratio {ratio:.2f} ({low:.2f} "
     "to {high:.2f}), goal: at most 0.8",
 }

@@ -6,6 +6,8 @@ copy. Nothing runs faster, and the ratio to it says how far from it a program is
 """
 
 import contextlib
+import ctypes
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +19,27 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models.transformer import ModelConfig
 from jaxrl_llm.trainer import peak_memory
+
+_MALLINFO2 = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _Mallinfo2(ctypes.Structure):
+    """Of glibc's malloc.h."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO2.split()]
+
+
+def live_heap() -> int | None:
+    """Bytes that this process has allocated and not freed; None without glibc 2.33 or newer.
+
+    Of the resident memory the rest is what malloc keeps for later.
+    """
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None) if os.name == "posix" else None
+    if mallinfo is None:
+        return None
+    mallinfo.restype = _Mallinfo2
+    told = mallinfo()
+    return told.uordblks + told.hblkhd  # on heaps, and mapped one by one
 
 
 class Peak(NamedTuple):

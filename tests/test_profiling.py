@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_llm import profiling
 from jaxrl_llm.models.transformer import LanguageModel, ModelConfig
-from jaxrl_llm.profiling import Machine, Program, Workload, peak_of, traced
+from jaxrl_llm.profiling import Machine, Program, Workload, live_heap, peak_of, traced
 
 CONFIG = ModelConfig(width=24, layers=3, heads=4, kv_heads=2, head_width=10, mlp_width=20)
 VOCAB = 11
@@ -160,3 +160,15 @@ def test_without_a_folder_nothing_is_traced(monkeypatch):
     monkeypatch.setattr(jax.profiler, "trace", None)
     with traced(None):
         pass
+
+
+@pytest.mark.skipif(live_heap() is None, reason="needs glibc 2.33 or newer")
+def test_the_live_heap_holds_what_is_allocated_and_not_what_is_freed():
+    """Small blocks and large ones, which malloc maps one by one."""
+    for n_blocks, size in ((20_000, 1_000), (2, 50_000_000)):
+        before = live_heap()
+        blocks = [bytearray(size) for _ in range(n_blocks)]
+        held = live_heap() - before
+        assert held == pytest.approx(n_blocks * size, rel=0.2)
+        del blocks
+        assert abs(live_heap() - before) < 0.1 * held
