@@ -21,7 +21,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.optimizer import OptimizerConfig, Trained, make_optimizer
 from jaxrl_llm.parallel import ParallelConfig
-from jaxrl_llm.sampling import MAX_WINDOWS, SamplingConfig, packed_rows, windows
+from jaxrl_llm.sampling import MAX_WINDOWS, SamplingConfig, windows
 from jaxrl_llm.trainer import peak_memory
 from jaxrl_llm.training import TrainConfig, TrainState, init_state
 from jaxrl_llm.types import Completions, KeyValues, Prompts
@@ -258,13 +258,12 @@ class _Plan:
 
     def decoding_rows(self) -> Rows:
         rows = self.prompts * self.train.group_size
-        sampling, group = self.sampling, self.train.group_size
-        few = self.prompts * packed_rows(group, sampling.max_tokens, sampling.block)
         *_, before, last = 0, *self.cache_windows()
         return {
             "weights of each layer": self.layer_weights(),
-            "completions' keys and values": self.cache(last, rows + few),
-            # A cache grows by a copy; a step holds logits, their cumulative sum, a comparison.
+            "completions' keys and values": self.cache(last, rows),
+            # A cache grows by a copy, larger than that of the rows which go on alone; a step holds
+            # logits, their cumulative sum, a comparison.
             "caches before they grow, or logits": max(
                 self.cache(before, rows), 3 * self.logits(rows)
             ),

@@ -19,6 +19,7 @@ from jaxrl_llm.sampling import (
     sample,
     windows,
 )
+from jaxrl_llm.trainer import peak_memory
 from jaxrl_llm.training import score
 from jaxrl_llm.types import ConfigError, Prompts
 
@@ -208,3 +209,20 @@ def test_windows_cover_every_step_once_and_stay_few(steps, block):
     assert [i for begin, end in cut for i in range(begin, end)] == list(range(steps))
     assert len(cut) <= MAX_WINDOWS + 1
     assert all((end - begin) % block == 0 for begin, end in cut[:-1])
+
+
+def test_to_go_on_alone_needs_no_memory(model, params, prompts, monkeypatch):
+    """The copy of the rows that still run is smaller than that of the cache which grew before."""
+
+    def planned():
+        keys, config = keys_of(5, 12), SamplingConfig(max_tokens=129, block=16)
+        run = jax.jit(
+            lambda params: sample(params, model, prompts, keys, config, eos_ids=(END,), pad_id=PAD)
+        )
+        return peak_memory(run.lower(params).compile())
+
+    packed = planned()
+    monkeypatch.setattr(sampling, "PACKED", 100)
+    assert packed <= 1.02 * planned()
+    monkeypatch.setattr(sampling, "PACKED", 1)
+    assert planned() > 1.1 * packed  # a whole copy would
