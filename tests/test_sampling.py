@@ -51,6 +51,15 @@ def test_sampled_logprobs_are_the_scorers(model, params, prompts, max_tokens, te
     assert completions.logprobs.min() < -0.5  # there was something to compare
 
 
+def test_bfloat16_is_sampled_through_several_windows_of_the_cache(prompts):
+    config = ModelConfig(width=32, layers=1, heads=6, kv_heads=2, head_width=64, dtype="bfloat16")
+    small = LanguageModel(config, 23)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), small.init(jax.random.key(0)))
+    drawn = draw_completions(small, params, prompts, keys_of(5, 6), eos_ids=(), max_tokens=14)
+    logp_t = score(params, small, prompts, drawn).logp_t
+    np.testing.assert_allclose(logp_t, drawn.logprobs, atol=0.05)
+
+
 def test_rows_end_with_their_first_end_token_and_masks_say_so(model, params, prompts):
     completions = draw_completions(model, params, prompts, keys_of(5, 40))
     tokens, mask = np.asarray(completions.tokens), np.asarray(completions.loss_mask)

@@ -62,11 +62,9 @@ def attend(
         prefix_mask: which of the P prompt positions are real.
     """
     queries = queries * queries.shape[-1] ** -0.5
-    f32 = jnp.float32
 
     def scores(equation, keys, mask):
-        raw = jnp.einsum(equation, queries, keys, preferred_element_type=f32)
-        return jnp.where(mask, raw, MASKED_SCORE)
+        return jnp.where(mask, einsum_float32(equation, queries, keys), MASKED_SCORE)
 
     parts = [
         (scores("bkrgse,bkgue->bkrgsu", own.keys, own_mask[:, None, None]), own.values, "bkgue")
@@ -82,13 +80,20 @@ def attend(
     for part, values, axes in parts:
         weights = jnp.exp(part - top)
         denominator += weights.sum(-1, keepdims=True)
-        numerator += jnp.einsum(
-            f"bkrgsu,{axes}->bkrgse",
-            weights.astype(values.dtype),
-            values,
-            preferred_element_type=f32,
-        )
+        weights = weights.astype(values.dtype)
+        numerator += einsum_float32(f"bkrgsu,{axes}->bkrgse", weights, values)
     return (numerator / denominator).astype(queries.dtype)
+
+
+def einsum_float32(equation: str, x: Array, y: Array) -> Array:
+    """Of operands of any type, with sums and result in float32.
+
+    On the CPU these are converted before: XLA has no such product of bfloat16 for small sizes in a
+    loop there, and fails when it runs.
+    """
+    if jax.default_backend() == "cpu":
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
 def fused_attend(
