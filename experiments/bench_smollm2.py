@@ -9,7 +9,8 @@ something on a quiet machine only, where the load average stays near the number 
 
 Command   python -m experiments.bench_smollm2 --dtype both     seconds, tokens/s, ratios, floors
           python -m experiments.bench_smollm2 --phase update --microbatches 1 2 4   tunes us
-Expected  BENCH_SMOLLM2_EXPECTED
+Expected  float32 on 2 CPU cores: transformers takes 1.96 times as long to decode, 0.54 times as
+          long to update
 Time      about three minutes for each type; more the first time, for the peer's installation
 """
 
