@@ -317,11 +317,14 @@ class Call:
 
     compiled: Any
     moments: list[Moment]
+    counts_heap: bool  # which takes milliseconds
 
     def __call__(self, *args):
         begin = time.perf_counter()
         results = jax.block_until_ready(self.compiled(*args))
-        self.moments.append(Moment(begin, time.perf_counter(), resident(), live_heap()))
+        end = time.perf_counter()
+        heap = live_heap() if self.counts_heap else None
+        self.moments.append(Moment(begin, end, resident(), heap))
         return results
 
     def memory_analysis(self):
@@ -331,8 +334,9 @@ class Call:
 class Watch:
     """The layout of one device, whose compiled steps note when they run."""
 
-    def __init__(self):
+    def __init__(self, counts_heap: bool):
         self.moments: list[Moment] = []
+        self.counts_heap = counts_heap
 
     def __getattr__(self, name):
         return getattr(SINGLE, name)
@@ -341,7 +345,7 @@ class Watch:
         return "watched"
 
     def compile_step(self, program, *args):
-        return Call(SINGLE.compile_step(program, *args), self.moments)
+        return Call(SINGLE.compile_step(program, *args), self.moments, self.counts_heap)
 
 
 def resident() -> int:
@@ -375,10 +379,10 @@ def countdown(network: ModelConfig, sizes: TrainConfig):
     return state, make_iteration(rollout, model, algorithm, optimizer, sizes)
 
 
-def watch(network: ModelConfig, sizes: TrainConfig) -> list[Moment]:
+def watch(network: ModelConfig, sizes: TrainConfig, counts_heap: bool = False) -> list[Moment]:
     """The moments of a whole run without evaluation, which logs and saves as usual."""
     start, step = countdown(network, sizes)
-    layout: Any = Watch()
+    layout: Any = Watch(counts_heap)
     with tempfile.TemporaryDirectory() as path, RunFolder.open(path, {}) as folder:
         run = train(
             folder,
@@ -427,7 +431,7 @@ def host_share(moments: Sequence[Moment], per_call: int, checkpoint_every: int) 
 
 def memory(config: Config) -> Result:
     """Memory after every call of a run, and what came after its first tenth."""
-    moments = watch(config.network, config.tiny)
+    moments = watch(config.network, config.tiny, counts_heap=True)
     held = [one.resident / 1e6 for one in moments]
     used = [one.allocated / 1e6 for one in moments if one.allocated is not None]
     early = len(held) // 10

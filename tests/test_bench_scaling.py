@@ -149,7 +149,7 @@ def test_time_of_saving_is_told_apart():
 def test_memory_is_compared_after_a_tenth_of_the_run_and_after_half(monkeypatch):
     held = [int(1e6) * n for n in [50, 51, 60, 61, 62, 63, 64, 65, 66, 70] * 2]
     monkeypatch.setattr(
-        bench_scaling, "watch", lambda network, sizes: [Moment(0.0, 0.0, n, n // 2) for n in held]
+        bench_scaling, "watch", lambda *_, **__: [Moment(0.0, 0.0, n, n // 2) for n in held]
     )
     config = Config(tiny=dataclasses.replace(Config().tiny, iterations_per_call=5))
     (figures,) = (found := bench_scaling.memory(config)).values()

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
