@@ -221,7 +221,7 @@ END = 0  # the token that ends a completion
 
 
 class Ending(LanguageModel):
-    """A language model whose completions end with given odds at each position.
+    """A language model whose completions end at each position with a given probability.
 
     Its hidden states have one more number, which the head adds to the end token's logit.
     """
@@ -232,7 +232,8 @@ class Ending(LanguageModel):
 
     def head(self, params):
         head = super().head(params)
-        return jnp.concatenate([head, jax.nn.one_hot(jnp.array([END]), head.shape[1])])
+        end = jax.nn.one_hot(jnp.array([END]), self.vocab_size, dtype=head.dtype)
+        return jnp.concatenate([head, end])
 
     def prefill(self, params, prompts):
         hidden, prefix = super().prefill(params, prompts)
@@ -244,8 +245,8 @@ class Ending(LanguageModel):
 
     def told(self, hidden, t):
         """The hidden states of position t with that number."""
-        odds = jnp.broadcast_to(self.logits[t], (*hidden.shape[:-1], 1))
-        return jnp.append(hidden, odds.astype(hidden.dtype), -1)
+        logit = jnp.broadcast_to(self.logits[t], (*hidden.shape[:-1], 1))
+        return jnp.append(hidden, logit.astype(hidden.dtype), -1)
 
 
 def endings(t: int, vocab: int) -> dict[str, np.ndarray]:
@@ -255,7 +256,7 @@ def endings(t: int, vocab: int) -> dict[str, np.ndarray]:
     other tokens' logits are taken to be 0, as they nearly are with fresh weights.
     """
     n = np.arange(1, t + 1)  # the length if it ends here
-    odds = {
+    probabilities = {
         "full": 0 * n,
         "all at a quarter": 1.0 * (n >= t // 4),
         "uniform": 1 / np.maximum(t // 2 - n, 1),
@@ -264,7 +265,7 @@ def endings(t: int, vocab: int) -> dict[str, np.ndarray]:
     with np.errstate(divide="ignore"):
         return {
             name: np.clip(np.log(vocab - 1) + np.log(p) - np.log1p(-p), -1e3, 1e3)
-            for name, p in odds.items()
+            for name, p in probabilities.items()
         }
 
 

@@ -12,7 +12,7 @@ Command   python -m experiments.evaluate --model FOLDER --tasks gsm8k,minerva_ma
               --max-gen-toks 25 --batch-size 25     fifty simple problems, without a network
           python -m experiments.evaluate --suites offline --max-gen-toks 128
 Expected  fifty problems: 0.480 [0.348, 0.615] by strict and by lenient extraction, each answer as
-          by lm-eval's own model on torch; the ten offline suites: RESULTS.md
+          by lm-eval's own model on torch
 Time      fifty problems: 2.5 minutes on 2 shared CPU cores; 5 seconds when it is repeated
 """
 
@@ -26,18 +26,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments import cli
-from jaxrl_llm.logging import config_hash, provenance, write_json
+from jaxrl_llm.logging import config_hash, write_json
 from jaxrl_llm.models import hf
 from jaxrl_llm.policy import Policy
 from jaxrl_llm.suite_eval import OFFLINE_SUITES, evaluate_suite, reasoning_suite
-from jaxrl_llm.suites import (
-    SuiteResult,
-    comparison_table,
-    kept_result,
-    load_result,
-    save_result,
-    stages_record,
-)
+from jaxrl_llm.suites import SuiteResult, comparison_table, kept_result, stages_record
 from jaxrl_llm.types import ConfigError
 
 
@@ -165,29 +158,37 @@ def settings_of(candidate: Candidate, task: str) -> dict[str, Any]:
 def measured(candidate: Candidate, task: str) -> SuiteResult:
     """The result of one policy on one task: found, or else measured and kept."""
     config, settings = candidate.config, settings_of(candidate, task)
-    key = config_hash(settings)
-    path = config.folder / "results" / f"{task}-{Path(candidate.name).name}-{key}.json"
-    if path.is_file():
-        print(f"{task}, {candidate.name}: found {path}")
-        return load_result(path)
-    from jaxrl_llm.harness_tasks import evaluate_task
-
-    print(f"{task}, {candidate.name}:", flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = place(candidate, task, settings)
     responses = path.with_suffix(".responses")
-    done = evaluate_task(
-        candidate.lm,
-        task,
-        limit=config.limit,
-        num_fewshot=config.num_fewshot,
-        chat=config.chat,
-        data=config.data,
-        use_cache=responses,
-    )
-    write_json(path.with_suffix(".answers.json"), done.answers)
-    save_result(path, done.result, provenance() | {"settings": settings})
+
+    def measure() -> SuiteResult:
+        from jaxrl_llm.harness_tasks import evaluate_task
+
+        done = evaluate_task(
+            candidate.lm,
+            task,
+            limit=config.limit,
+            num_fewshot=config.num_fewshot,
+            chat=config.chat,
+            data=config.data,
+            use_cache=responses,
+        )
+        write_json(path.with_suffix(".answers.json"), done.answers)
+        return done.result
+
+    result = kept_result(path, measure, {"settings": settings})
     Path(f"{responses}_rank0.db").unlink(missing_ok=True)  # as lm-eval names it
-    return done.result
+    return result
+
+
+def place(candidate: Candidate, name: str, settings: dict[str, Any]) -> Path:
+    """The file of a result, after telling whether it is there."""
+    folder = candidate.config.folder / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{Path(candidate.name).name}-{config_hash(settings)}.json"
+    found = f" found {path}" if path.is_file() else ""
+    print(f"{name}, {candidate.name}:{found}", flush=True)
+    return path
 
 
 def asked(candidate: Candidate, suite: str) -> SuiteResult:
@@ -202,22 +203,16 @@ def asked(candidate: Candidate, suite: str) -> SuiteResult:
         "weights": config.weights,
         "reasoning_gym": version("reasoning-gym"),
     }
-    key = config_hash(settings)
-    path = config.folder / "results" / f"{suite}-{Path(candidate.name).name}-{key}.json"
 
     def measure() -> SuiteResult:
-        print(f"{suite}, {candidate.name}:", flush=True)
-        questions = reasoning_suite(suite, settings["questions"])
-        result = evaluate_suite(
+        return evaluate_suite(
             candidate.policy,
-            questions,
+            reasoning_suite(suite, settings["questions"]),
             max_tokens=config.max_gen_toks,
             batch=config.batch_size,
         )
-        print(f"  {result.seconds:.0f} s", flush=True)
-        return result
 
-    return kept_result(path, measure, {"settings": settings})
+    return kept_result(place(candidate, suite, settings), measure, {"settings": settings})
 
 
 def main(config: Config) -> None:

@@ -94,7 +94,11 @@ def claim(experiment: str) -> str:
 
 def arguments(command: list[str]) -> list[str]:
     """What was typed after the experiment's name, but for where the results were to lie."""
-    typed = command[command.index("-m") + 2 :]
+    typed = [
+        part
+        for word in command[command.index("-m") + 2 :]
+        for part in (word.split("=", 1) if word.startswith("--") else [word])
+    ]
     places = {i for i, word in enumerate(typed) if word in _PLACES}
     return [word for i, word in enumerate(typed) if not {i, i - 1} & places]
 

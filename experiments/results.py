@@ -1,6 +1,7 @@
 """The published results: `results/*.json`, and RESULTS.md, which is made from them alone."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
         record = records[name]
         origin = record["provenance"]
         dirty = ", with changes" if origin["is_dirty"] else ""
-        command = " ".join(["python -m", f"experiments.{name}", *record.get("arguments", ())])
+        command = shlex.join(["python", "-m", f"experiments.{name}", *record.get("arguments", ())])
         figure = "" if "stages" in record else f"\n![curves](results/{name}.png)\n"
         parts.append(
             f"## {name}\n\n{record['claim']}\n\n"

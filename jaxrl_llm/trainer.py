@@ -205,31 +205,33 @@ def train(
 
             unwritten: Call | None = None  # the newest call, whose rows are written during the next
             is_stopped = any_process(interrupt.requested)
-            while done < total and not is_stopped:
-                length = min(per_call, total - done)
-                if unwritten and length not in calls:  # to compile takes long, and may fail
-                    write(unwritten)
-                    unwritten = None
-                program = compiled(length, state)
-                begin = time.perf_counter()
-                state, running = program(state, frozen)
+            try:
+                while done < total and not is_stopped:
+                    length = min(per_call, total - done)
+                    program = compiled(length, state)
+                    begin = time.perf_counter()
+                    state, running = program(state, frozen)
+                    if unwritten:
+                        ended, unwritten = unwritten, None
+                        write(ended)
+                    metrics = jax.device_get(layout.first(running))
+                    seconds = time.perf_counter() - begin
+                    timer.add("train", seconds)
+                    unwritten = Call(done, done + length, metrics, seconds)
+                    is_stopped = any_process(interrupt.requested)
+                    is_measured = is_evaluation_due(done, done + length)
+                    done += length
+                    is_saved = checkpoints.is_due(done) or done == total or is_stopped
+                    if is_measured or is_saved:
+                        ended, unwritten = unwritten, None
+                        write(ended, state if is_measured else None)
+                    if is_saved:
+                        with timer("checkpoint"):
+                            log.sync()
+                            checkpoints.save(done, layout.first(state))
+            finally:  # also when a call or its compilation fails
                 if unwritten:
                     write(unwritten)
-                metrics = jax.device_get(layout.first(running))
-                seconds = time.perf_counter() - begin
-                timer.add("train", seconds)
-                unwritten = Call(done, done + length, metrics, seconds)
-                is_stopped = any_process(interrupt.requested)
-                is_measured = is_evaluation_due(done, done + length)
-                done += length
-                is_saved = checkpoints.is_due(done) or done == total or is_stopped
-                if is_measured or is_saved:
-                    write(unwritten, state if is_measured else None)
-                    unwritten = None
-                if is_saved:
-                    with timer("checkpoint"):
-                        log.sync()
-                        checkpoints.save(done, layout.first(state))
             bar.close()
     wait_for_all("history")
     return RunResult(

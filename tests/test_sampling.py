@@ -109,19 +109,25 @@ def test_tokens_do_not_depend_on_how_the_loop_is_cut(model, params, prompts, blo
 def test_the_last_rows_of_each_group_go_on_alone_as_they_would_have_among_all(
     model, params, prompts, monkeypatch
 ):
-    keys, t_max = keys_of(5, 12), 28
-    config = {"max_tokens": t_max, "block": 3, "eos_ids": (2, 5)}
-    assert packed_rows(12, t_max, 3) == 3
-    packed = draw_completions(model, params, prompts, keys, **config)
-    monkeypatch.setattr(sampling, "PACKED", 100)
-    together = draw_completions(model, params, prompts, keys, **config)
-    lengths = np.asarray(together.loss_mask.sum(-1))
-    leaving = min(t for t in range(t_max) if ((lengths > t).sum(1) <= 3).all())
-    still = lengths[lengths > leaving + 3]
-    assert len(still) > 3 and (still < t_max).any() and (still == t_max).any()
-    for name in ("tokens", "loss_mask", "attention_mask"):
-        np.testing.assert_array_equal(getattr(packed, name), getattr(together, name))
-    np.testing.assert_allclose(packed.logprobs, together.logprobs, atol=1e-5)
+    keys = keys_of(5, 12)
+
+    def lengths_of_both(t_max):
+        config = {"max_tokens": t_max, "block": 3, "eos_ids": (2, 5)}
+        assert packed_rows(12, t_max, 3) == 3
+        packed = draw_completions(model, params, prompts, keys, **config)
+        with monkeypatch.context() as patch:
+            patch.setattr(sampling, "PACKED", 100)
+            together = draw_completions(model, params, prompts, keys, **config)
+        for name in ("tokens", "loss_mask", "attention_mask"):
+            np.testing.assert_array_equal(getattr(packed, name), getattr(together, name))
+        np.testing.assert_allclose(packed.logprobs, together.logprobs, atol=1e-5)
+        return np.asarray(together.loss_mask.sum(-1))
+
+    lengths = lengths_of_both(28)
+    leaving = min(t for t in range(1, 28, 3) if ((lengths > t).sum(1) <= 3).all())
+    still = lengths[lengths > leaving]
+    assert len(still) > 3 and (still < 28).any() and (still == 28).any()
+    lengths_of_both(leaving + 1)  # a single position is left
 
 
 @pytest.mark.parametrize(

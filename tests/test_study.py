@@ -286,16 +286,7 @@ def test_policies_on_suites_are_published_with_what_was_typed(tmp_path, monkeypa
     columns = [
         (name, [result]) for name, result in zip(("before", "after"), results_of, strict=True)
     ]
-    typed = [
-        "python",
-        "-m",
-        "experiments.evaluate",
-        "--limit",
-        "2",
-        "--root",
-        "/tmp/here",
-        "--chat",
-    ]
+    typed = "python -m experiments.evaluate --limit 2 --root /tmp/here --name=/tmp/x --chat".split()
     monkeypatch.setattr(sys, "orig_argv", typed)
     write_json(run / "results.json", stages_record("evaluate", columns))
     folder = tmp_path / "results"

@@ -1,3 +1,4 @@
+import itertools
 import os
 import signal
 import subprocess
@@ -222,9 +223,22 @@ def test_rows_are_written_while_the_next_call_runs_and_before_what_needs_them(tm
     assert events == [
         *("evaluate", 0, "call", "call", 1, 2, "evaluate", 3, 4),
         *("call", 5, 6, "save", "call", "evaluate", 7, 8),
-        # A call of another length is compiled first, which may fail: nothing may be unwritten.
-        *("call", 9, 10, "call", "evaluate", 11, "save"),
+        *("call", "call", 9, 10, "evaluate", 11, "save"),
     ]
+
+
+def test_rows_are_written_also_when_the_next_call_does_not_compile(tmp_path, monkeypatch):
+    compile_step, n_compiled = type(SINGLE).compile_step, itertools.count()
+
+    def once(self, *args):
+        if next(n_compiled):
+            raise RuntimeError("no memory")
+        return compile_step(self, *args)
+
+    monkeypatch.setattr(type(SINGLE), "compile_step", once)
+    with pytest.raises(RuntimeError, match="no memory"):
+        go(tmp_path / "run", total=9, checkpoint_every=100)  # four calls of 2, and one of 1
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")] == list(range(9))
 
 
 def test_a_finished_run_is_not_run_again(tmp_path):
