@@ -306,7 +306,7 @@ def measured(name: str):
     return jax.device_get(on.evaluate(rollout)(PARAMS, jax.random.key(6)))
 
 
-@pytest.mark.parametrize("name", [slow("pmap-2"), "2x1x1"])
+@pytest.mark.parametrize("name", [slow("pmap-2"), slow("2x1x1")])
 def test_evaluations_draw_the_same_on_two_devices(name):
     found, expected = measured(name), measured("jit")
     np.testing.assert_array_equal(found.completions.tokens, expected.completions.tokens)

@@ -304,6 +304,7 @@ def test_what_the_environment_wrote_has_exactly_no_weight(name):
     assert (of_sampled != 0).mean() > 0.5
 
 
+@pytest.mark.slow
 def test_dialogues_with_tools_replay_and_are_worth_what_their_statistics_are():
     rolled = spoken()
     lengths = check_replay(DIALOGUE, DIALOGUE.default_params, rolled, jax.random.key(1))

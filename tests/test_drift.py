@@ -120,6 +120,7 @@ def test_the_penalty_is_positive_elsewhere_and_points_back(penalty, params, move
     assert sum(jax.tree.leaves(back)) < 0
 
 
+@pytest.mark.slow
 def test_of_a_stale_rollout_the_drift_is_from_the_policy_that_sampled(run, bandit):
     # One update an iteration: only where the sampler is the older one has anything moved before it.
     config = GRPOConfig(kl_coef=0.0, grad_reg_coeff=0.05)

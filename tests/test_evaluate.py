@@ -121,6 +121,7 @@ def test_a_policy_is_compared_with_its_base_question_by_question(scripted, tmp_p
     assert before["questions"] == after["questions"]
 
 
+@pytest.mark.slow
 def test_suites_are_drawn_offline_asked_once_and_found_again(scripted, monkeypatch, capsys):
     calls = []
 

@@ -37,7 +37,7 @@ def tasks(bandit):
     return reporting
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*PRESETS, pytest.param("ppo_separate", marks=pytest.mark.slow)])
 def test_every_preset_learns_immediate_delayed_and_joint_rewards(run, tasks, name):
     config, settings = RUNS[name]
     sizes = {"group_size": 32, "temperature": 1.2, "learning_rate": 5e-3}

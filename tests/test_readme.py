@@ -29,6 +29,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_pieces_fit_together_as_shown(capsys):
     (block,) = (block for block in BLOCKS if "make_iteration(" in block)
     assert run(block)["metrics"]["reward/mean"].shape == (10,)

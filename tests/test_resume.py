@@ -29,7 +29,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param("ppo", marks=pytest.mark.slow), "dapo"])
 def test_three_iterations_saved_and_three_more_are_six_bit_for_bit(tmp_path, begin, bandit, name):
     config, settings = RUNS[name]
     start, step = begin(config, bandit(), 6, learning_rate=2e-2, **settings)

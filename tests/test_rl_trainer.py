@@ -128,6 +128,7 @@ def test_every_algorithm_runs_on_dialogues_and_reports_their_statistics(tmp_path
     assert "<user>" in json.dumps(sample)
 
 
+@pytest.mark.slow
 def test_the_same_settings_go_on_where_the_run_ended_and_others_are_refused(tmp_path):
     first = trainer_of(tmp_path, CopyEnv(), "grpo").run()
     again = trainer_of(tmp_path, CopyEnv(), "grpo").run()
@@ -144,6 +145,7 @@ def test_the_same_settings_go_on_where_the_run_ended_and_others_are_refused(tmp_
             trainer_of(tmp_path, CopyEnv(), "grpo", **changed).run()
 
 
+@pytest.mark.slow
 def test_held_out_rollouts_have_their_own_parameters_and_temperature(tmp_path):
     trainer = trainer_of(
         tmp_path,

@@ -226,6 +226,7 @@ def test_windows_cover_every_step_once_and_stay_few(steps, block):
     assert all((end - begin) % block == 0 for begin, end in cut[:-1])
 
 
+@pytest.mark.slow
 def test_to_go_on_alone_needs_no_memory(model, params, prompts, monkeypatch):
     """The copy of the rows that still run is smaller than that of the cache which grew before."""
 

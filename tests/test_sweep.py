@@ -141,6 +141,7 @@ def test_arms_of_different_programs_are_refused(toy, bandits, arms, message):
         make_sweep(arms, bandits, toy, TRAIN)
 
 
+@pytest.mark.slow
 def test_seeds_alone_need_no_vector_of_values(toy, toy_params, bandits):
     arms = [dataclasses.replace(BASE, seed=seed) for seed in range(3)]
     sweep = make_sweep(arms, bandits, toy, TRAIN)
@@ -173,6 +174,7 @@ def measured(params):
     return Measured({"eval/sampled": size}, [])
 
 
+@pytest.mark.slow
 def test_a_sweep_that_was_stopped_goes_on_to_the_same_bytes(
     toy, toy_params, bandits, tmp_path, monkeypatch
 ):

@@ -125,7 +125,7 @@ def run_killed(path, at, name):
     )
 
 
-@pytest.mark.parametrize("at", [1, 9, 15])
+@pytest.mark.parametrize("at", [9, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 15))])
 def test_a_run_killed_by_kill_9_and_started_again_leaves_the_same_bytes(tmp_path, at):
     go(tmp_path / "whole")
     died = run_killed(tmp_path / "killed", at, "SIGKILL")
@@ -135,7 +135,7 @@ def test_a_run_killed_by_kill_9_and_started_again_leaves_the_same_bytes(tmp_path
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_a_run_asked_to_stop_saves_where_it_is_and_goes_on_from_there(tmp_path, name):
     go(tmp_path / "whole")
     stopped = run_killed(tmp_path / "stopped", 9, name)

@@ -64,7 +64,7 @@ def keys_of(state: EnvState) -> set[tuple[int, ...]]:
     [
         ("small", TRAIN, 2000),
         ("small", HELD_OUT, 2000),
-        ("3to4", TRAIN, 1000),
+        pytest.param("3to4", TRAIN, 1000, marks=pytest.mark.slow),
         ("3to4", HELD_OUT, 1000),
         ("3to6", TRAIN, 250),
         pytest.param("3to6", HELD_OUT, 2000, marks=pytest.mark.slow),

@@ -79,7 +79,7 @@ def test_the_value_loss_trains_the_policy_through_a_head_and_leaves_it_alone_oth
         assert all(jnp.any(x != 0) for x in jax.tree.leaves(grads.critic["trunk"]["blocks"]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["head", pytest.param("separate", marks=pytest.mark.slow)])
 def test_a_value_rate_of_zero_leaves_the_critic_as_it_was(kind, begin, run, bandit):
     config = PPOConfig(value_model=kind, value_rate=0.0)
     start, _ = begin(config, bandit(), 3)
@@ -89,7 +89,7 @@ def test_a_value_rate_of_zero_leaves_the_critic_as_it_was(kind, begin, run, band
     assert jnp.all(metrics["value/mean"] == 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["head", pytest.param("separate", marks=pytest.mark.slow)])
 def test_explained_variance_rises_where_the_prompt_decides_the_reward(kind, run, bandit):
     def reward_of(tokens):
         return jnp.broadcast_to((jnp.arange(6) // 2)[:, None] / 2, tokens.shape[:2])

@@ -204,11 +204,13 @@ def probe(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_host_holds_the_model_and_one_tensor_at_most(probe):
     assert probe["growth"] < probe["size"] + probe["largest"] + 25e6  # compiled code
     assert probe["growth"] > 0.9 * probe["size"]  # or nothing was measured
 
 
+@pytest.mark.slow
 def test_layers_stay_on_the_devices_that_they_are_put_on(probe):
     assert probe["spec"] == [None, None, "tensor"]
     (layers, width, hidden), shard = probe["gate"]
