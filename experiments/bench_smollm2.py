@@ -395,7 +395,7 @@ def told(name: str, result: dict[str, Any]) -> str:
     return (
         f"{name}: transformers takes {result['ratio']:.2f} times as long, median of {len(ratios)} "
         f"pairs from {min(ratios):.2f} to {max(ratios):.2f}; large matmuls: XLA "
-        f"{result['matmul_flops'] / 1e9:,.0f} GFLOP/s, torch {peer['matmul_flops'] / 1e9:,.0f}"
+        f"{result['matmul_flops'] / 1e9:,.3g} GFLOP/s, torch {peer['matmul_flops'] / 1e9:,.3g}"
         f"{parts}; load average {result['load_average']:.1f}; {versions}; {settings}"
     )
 

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from jaxrl_llm.types import ConfigError
 
 _LOCK, _TEMPORARY = ".lock", ".config.json.tmp"
 _PACKAGES = ("jaxrl_llm", "jax", "jaxlib", "flax", "optax", "gymnax", "orbax-checkpoint", "numpy")
+_VECTORS = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
 
 
 class RunFolder:
@@ -399,11 +401,16 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str:
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Its name and its vector instructions, since XLA compiles for these, and rounds accordingly.
+
+    Virtual machines say the same name on processors that differ.
+    """
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    fields = dict(re.findall(r"^([^\t:]+)\t*: (.+)$", text, re.MULTILINE))
+    name = fields.get("model name", platform.processor() or platform.machine())
+    known = fields.get("flags", fields.get("Features", "")).split()
+    return ", ".join([name, *(flag for flag in _VECTORS if flag in known)])
 
 
 def _git(*arguments: str) -> str | None:

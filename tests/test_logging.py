@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from jaxrl_llm import logging
 from jaxrl_llm.logging import (
     Interrupt,
     MetricsLog,
@@ -344,3 +345,17 @@ def test_termination_after_an_interrupt_still_lets_the_run_save():
             signal.raise_signal(number)
         assert interrupt.requested
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_machines_of_one_name_differ_by_their_vector_instructions(tmp_path):
+    """A sum of eight numbers at a time is not the sum of sixteen at a time."""
+
+    def named(text):
+        (tmp_path / "cpuinfo").write_text(text)
+        return logging._cpu_model(tmp_path / "cpuinfo")
+
+    core = "processor\t: {}\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse2{}\n\n"
+    assert named(core.format(0, " avx2") + core.format(1, " avx2")) == "AMD EPYC, avx2"
+    assert named(core.format(0, " avx2 avx512f")) == "AMD EPYC, avx2, avx512f"
+    assert named(core.format(0, "")) == "AMD EPYC"
+    assert named("processor\t: 0\nFeatures\t: fp asimd\n").endswith(", asimd")
