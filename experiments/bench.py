@@ -9,8 +9,8 @@ turn by another project's trainer, in an environment of its own that this comman
 Command   python -m experiments.bench                  seconds, tokens/s, ratio to the floor
           python -m experiments.bench --peer trl       against TRL's GRPOTrainer
           python -m experiments.bench --peer tunix     against Tunix's GRPOLearner
-Expected  on 2 CPU cores, with layers unrolled and 8 microbatches, TRL takes 2.0 (10 + 16 tokens),
-          4.6 (64 + 16) and 2.1 times (64 + 64) as long, Tunix 2.8, 7.2 and 3.7 times
+Expected  on 2 CPU cores, with layers unrolled and 8 microbatches, TRL takes 2.2 (10 + 16 tokens),
+          5.4 (64 + 16) and 2.4 times (64 + 64) as long, Tunix 2.9, 7.5 and 4.2 times
 Time      about a minute; with a peer several, and its installation the first time
 """
 
