@@ -204,15 +204,18 @@ def asked(candidate: Candidate, suite: str) -> SuiteResult:
         "reasoning_gym": version("reasoning-gym"),
     }
 
+    path = place(candidate, suite, settings)
+
     def measure() -> SuiteResult:
         return evaluate_suite(
             candidate.policy,
             reasoning_suite(suite, settings["questions"]),
             max_tokens=config.max_gen_toks,
             batch=config.batch_size,
+            answers=path.with_suffix(".answers.json"),
         )
 
-    return kept_result(place(candidate, suite, settings), measure, {"settings": settings})
+    return kept_result(path, measure, {"settings": settings})
 
 
 def main(config: Config) -> None:

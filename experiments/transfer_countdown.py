@@ -181,9 +181,15 @@ def measured(config: Config, stage: str, name: Path | str) -> list[SuiteResult]:
     for suite_name, make in suites(config).items():
         path = folder / f"{stage}, {suite_name}.json".replace(" ", "_").replace(",", "")
 
-        def measure(name=suite_name, make=make) -> SuiteResult:
+        def measure(name=suite_name, make=make, path=path) -> SuiteResult:
             print(f"{stage}: {name}", flush=True)
-            return evaluate_suite(policy(), make(), config.samples, max_tokens=config.max_tokens)
+            return evaluate_suite(
+                policy(),
+                make(),
+                config.samples,
+                max_tokens=config.max_tokens,
+                answers=path.with_suffix(".answers.json"),
+            )
 
         results.append(kept_result(path, measure, {}))
     if config.tasks:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from jaxrl_llm.envs.reasoning import EVAL_SEED, Options, draw_questions, scoring
 from jaxrl_llm.envs.single_turn import check_chat
 from jaxrl_llm.evaluation import pass_at_k
 from jaxrl_llm.grading import Grade
+from jaxrl_llm.logging import write_json
 from jaxrl_llm.masking import bucket_length, padded
 from jaxrl_llm.models.transformer import LanguageModel, Params
 from jaxrl_llm.policy import Policy
@@ -124,6 +126,7 @@ def evaluate_suite(
     temperature: float = 1.0,
     batch: int = 32,
     seed: int = EVAL_SEED,
+    answers: Path | None = None,
 ) -> SuiteResult:
     """Ask a policy all questions of a suite.
 
@@ -152,6 +155,8 @@ def evaluate_suite(
         temperature: of the samples.
         batch: questions at a time.
         seed: of the samples.
+        answers: JSON file that gets, for each question, the texts of the greedy completion and of
+            the samples beside the reference.
 
     Raises:
         ConfigError: the tokenizer cannot write the questions, or a number is too small.
@@ -172,9 +177,16 @@ def evaluate_suite(
         if samples > 1
         else [[] for _ in prompts]
     )
-    scores = score_completions(
-        suite, [row[0] for row in said], [[c.text for c in row] for row in drawn]
-    )
+    greedy_said = [row[0] for row in said]
+    texts = [[completion.text for completion in row] for row in drawn]
+    if answers is not None:  # first: they are what took the time
+        asked = zip(suite.questions, suite.references, greedy_said, texts, strict=True)
+        rows = [
+            {"question": question, "reference": reference, "greedy": best.text, "sampled": others}
+            for question, reference, best, others in asked
+        ]
+        write_json(answers, rows)
+    scores = score_completions(suite, greedy_said, texts)
     return SuiteResult(
         suite.name,
         scores,

@@ -126,6 +126,8 @@ def test_suites_are_drawn_offline_asked_once_and_found_again(scripted, monkeypat
     calls = []
 
     def answered(policy, suite, **settings):
+        answers = settings.pop("answers")
+        assert answers.match(f"evaluate/default/results/{suite.name}-*.answers.json")
         calls.append((suite.name, settings))
         n = len(suite.questions)
         return SuiteResult(suite.name, {"greedy/strict": [1.0] * n}, suite.questions, 2.0)

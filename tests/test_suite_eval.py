@@ -1,5 +1,6 @@
 """Suites asked of a policy: buckets, answers, pass@k and majority votes by hand."""
 
+import json
 from dataclasses import replace
 
 import jax
@@ -124,8 +125,9 @@ def test_the_end_token_ends_a_completion_and_is_no_text(policy):
         assert len(policy.tokenizer.encode(completion.text)) <= completion.n_tokens - 1
 
 
-def test_a_suite_is_measured(policy):
-    result = evaluate_suite(policy, SUITE, 4, max_tokens=4, batch=2)
+def test_a_suite_is_measured(policy, tmp_path):
+    answers = tmp_path / "sums.answers.json"
+    result = evaluate_suite(policy, SUITE, 4, max_tokens=4, batch=2, answers=answers)
     assert result.suite == "sums" and result.seconds > 0
     assert result.questions == [question_digest(question) for question in SUMS]
     assert {"greedy/strict", "sampled/strict", "pass@4/strict", "maj@4/lenient"} < set(
@@ -139,6 +141,17 @@ def test_a_suite_is_measured(policy):
     )
     expected = grade([(row[0].text.strip() or None, i) for i, row in enumerate(greedy)])
     assert result.scores["greedy/strict"] == [each.value for each in expected]
+    rows = json.loads(answers.read_text())
+    assert [(row["question"], row["reference"]) for row in rows] == list(
+        zip(SUMS, SUITE.references, strict=True)
+    )
+    assert [row["greedy"] for row in rows] == [row[0].text for row in greedy]
+    # What was kept has the scores that were told.
+    kept = score_completions(
+        SUITE, said(*[row["greedy"] for row in rows]), [row["sampled"] for row in rows]
+    )
+    assert kept["sampled/strict"] == result.scores["sampled/strict"]
+    assert kept["greedy/strict"] == result.scores["greedy/strict"]
 
 
 def test_what_the_tokenizer_cannot_write_is_refused(policy):

@@ -76,6 +76,7 @@ def test_the_pipeline_goes_from_a_fresh_policy_to_a_table_and_is_found_again(
     for results in record["stages"].values():
         assert [result["suite"] for result in results] == list(DISTRIBUTIONS)
         assert all(len(result["scores"]["greedy/strict"]) == 8 for result in results)
+    assert len(list(folder.glob("results/*.answers.json"))) == 3 * len(DISTRIBUTIONS)
     table = (folder / "table.md").read_text()
     assert table.splitlines()[0].endswith("| base | SFT | GRPO |")
     trained = Policy.from_pretrained(folder / "grpo" / "run" / "policy")
