@@ -10,6 +10,8 @@ from jaxrl_llm.types import ConfigError
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+|/\d+)?|-?\.\d+")
+_CHOICES = [re.compile(rf"\b(?:{words})\b", re.IGNORECASE) for words in ("yes|no", "true|false")]
+_AT_ONCE = re.compile(r"\W*\w+(?:[^\w ]|$)")
 _LEAD = re.compile(r"^\W*(?:the )?(?:final )?answer(?: is|:| =)*\s*", re.IGNORECASE)
 
 
@@ -73,14 +75,25 @@ def strict_answer(text: str, has_tags: bool) -> str | None:
 def lenient_answer(text: str, has_tags: bool, reference: str) -> str | None:
     r"""The last number where the reference is a number, else the last line; None for nothing.
 
-    It is looked for within the strict answer, and in the whole text where there is none.
+    Where the reference is yes or no, true or false, one of the two: with which the text begins, if
+    a comma, a full stop or the like follows it, else the last. All is looked for within the strict
+    answer, and in the whole text where there is none.
 
     >>> lenient_answer("So there are 1,234 of **them**.", True, "7")
     '1234'
     >>> lenient_answer("Let us see.\nThe answer is: **Friday**", True, "Monday")
     'Friday'
+    >>> lenient_answer("no, not all writers are teachers.", True, "No")
+    'No'
     """
     text = strict_answer(text, has_tags) or text
+    for either in _CHOICES:
+        if either.fullmatch(reference.strip()):
+            begins = _AT_ONCE.match(text)
+            found = (begins and either.findall(begins[0])) or either.findall(text)
+            if not found:
+                return None
+            return reference if found[-1].lower() == reference.strip().lower() else found[-1]
     if _NUMBER.fullmatch(reference.strip()):
         found = _NUMBER.findall(text)
         return found[-1].replace(",", "") if found else None

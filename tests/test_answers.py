@@ -45,9 +45,18 @@ def test_without_tags_all_that_is_said_is_the_answer():
         ("<answer>Yes</answer>\nbye", "No", "Yes"),
         ("the steps\n<answer>Yes", "No", "Yes"),
         ("", "No", None),
+        ("No, it does not follow: yes would need more.", "No", "No"),
+        ("**no.** Not all know it.", "No", "No"),
+        ("No tiger is known. So yes, it follows.", "Yes", "Yes"),
+        ("No\nYes would need more.", "No", "No"),
+        ("There are no tigers, so it follows: YES.", "Yes", "Yes"),
+        ("Nobody knows.", "No", None),
+        ("It is false that yes is said. True", "False", "True"),
+        ("It is FALSE", "False", "False"),
+        ("a\nno idea", "maybe", "no idea"),
     ],
 )
-def test_the_lenient_answer_is_the_last_number_or_line(text, reference, expected):
+def test_the_lenient_answer_is_the_last_number_choice_or_line(text, reference, expected):
     assert lenient_answer(text, True, reference) == expected
 
 
