@@ -199,6 +199,8 @@ def growth(
 
 def plot(result: Result, path: Path) -> None:
     """One panel per axis, and the line that a proportional cost would follow."""
+    from matplotlib.ticker import LogLocator
+
     names = {"B": "prompts B", "G": "completions per prompt G", "T": "tokens T", "L": "layers L"}
     figure, axes = panels("Cost of a GRPO iteration", len(AXES))
     for axis, (name, found) in zip(axes, result.items(), strict=True):
@@ -210,6 +212,8 @@ def plot(result: Result, path: Path) -> None:
         axis.errorbar(sizes, medians, errors, fmt="o-", color="#1f5fa8", capsize=3, label=label)
         axis.set(xscale="log", yscale="log", xlabel=names[name], ylabel="seconds per iteration")
         axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.25, linewidth=0.6)
         axis.spines[["top", "right"]].set_visible(False)

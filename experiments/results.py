@@ -73,8 +73,12 @@ def markdown(record: Mapping[str, Any]) -> str:
         seconds = format(arm["estimates"]["seconds"][0], ".0f")
         lines.append(f"| {name} | {n} | {' | '.join(cells)} | {seconds} |")
     told = [f"- {finding['told']}" for finding in record["findings"]]
-    before = format(record["before"]["sampled"], ".3f")
-    return "\n".join([*lines, "", f"Sampled accuracy before: {before}.", "", *told]) + "\n"
+    before = record["before"]
+    of_problems = tuple(before.get(f"sampled{end}") for end in ("", "_low", "_high"))
+    told_before = format(before["sampled"], ".3f")
+    if None not in of_problems:
+        told_before = f"{interval(of_problems, '.3f')} over problems"
+    return "\n".join([*lines, "", f"Sampled accuracy before: {told_before}.", "", *told]) + "\n"
 
 
 def _of_one_run(record: Mapping[str, Any]) -> str:

@@ -304,9 +304,10 @@ def _result(arm: CountdownConfig, histories: Sequence[tuple[Any, float]]) -> Arm
 def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The figures of one run.
 
-    Held-out accuracies after training; length and entropy over the last tenth of the iterations;
-    unsteadiness, the deviation of the training accuracy of single iterations from its trend (a
-    straight line) over the last half, in units of accuracy.
+    Held-out accuracies after training, and before it, with its interval over problems; length and
+    entropy over the last tenth of the iterations; unsteadiness, the deviation of the training
+    accuracy of single iterations from its trend (a straight line) over the last half, in units of
+    accuracy.
     """
     trained = [row for row in rows if "reward/mean" in row]
     last = trained[-max(1, len(trained) // 10) :]
@@ -315,6 +316,8 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     trend = np.polyval(np.polyfit(at, half, min(1, len(half) - 1)), at)
     return {
         "before": rows[0]["eval/sampled"],
+        "before_low": rows[0]["eval/sampled_low"],
+        "before_high": rows[0]["eval/sampled_high"],
         "sampled": rows[-1]["eval/sampled"],
         "greedy": rows[-1]["eval/greedy"],
         "length": float(np.mean([row["rollout/length_mean"] for row in last])),
@@ -342,12 +345,15 @@ def report(
     """
     path = config.run.root / experiment / config.run.name
     findings = list(findings)
+    start = next(iter(arms.values())).figures
     record = {
         "experiment": experiment,
         "claim": header.strip().splitlines()[0],
         "seeds": config.seeds,
         "smoke": config.smoke,
-        "before": {"sampled": float(next(iter(arms.values())).figures["before"][0])},
+        "before": {
+            f"sampled{end}": float(start[f"before{end}"][0]) for end in ("", "_low", "_high")
+        },
         "arms": {name: described(arm) for name, arm in arms.items()},
         "findings": [
             {

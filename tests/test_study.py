@@ -1,6 +1,7 @@
 import dataclasses
 import importlib
 import json
+import re
 import sys
 
 import numpy as np
@@ -108,7 +109,8 @@ def test_dynamic_sampling_is_compared_at_equal_cost():
 
 
 def test_figures_of_a_run():
-    rows = [{"step": 0, "eval/sampled": 0.2, "eval/greedy": 0.3}]
+    limits = {"eval/sampled_low": 0.1, "eval/sampled_high": 0.3}
+    rows = [{"step": 0, "eval/sampled": 0.2, "eval/greedy": 0.3} | limits]
     for i in range(20):
         noise = 0.01 * (-1) ** i
         trained = {"reward/mean": 0.0, "rollout/correct": 0.02 * i + noise, "policy/entropy": i}
@@ -116,6 +118,7 @@ def test_figures_of_a_run():
     rows[-1] |= {"eval/sampled": 0.5, "eval/greedy": 0.6}
     found = figures(rows)
     assert (found["before"], found["sampled"], found["greedy"]) == (0.2, 0.5, 0.6)
+    assert (found["before_low"], found["before_high"]) == (0.1, 0.3)
     assert found["length"] == 5.0 + 18.5 and found["entropy"] == 18.5  # the last two of twenty
     assert found["unsteadiness"] == pytest.approx(0.01, rel=0.1)  # the trend is not noise
     assert found["rounds"] == 1.0
@@ -221,6 +224,22 @@ def test_an_arm_trained_again_comes_out_the_same(published, capsys):
     assert "β = 0.1, length" in capsys.readouterr().out
     record["provenance"]["python"] = "2.7"  # elsewhere the interval decides
     assert check("ablate_kl_coef", record, labels, root, again) == 0
+    capsys.readouterr()
+    figures = record["arms"]["β = 0.1"]["figures"]
+    figures["before"] = [x + 1e-9 for x in figures["before"]]
+    figures["length"] = [x + 100 for x in figures["length"]]
+    assert check("ablate_kl_coef", record, labels, root, again) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"β = 0.1, before: .*: within the interval", told)
+    assert re.search(r"β = 0.1, length: .*: DIFFERS", told)
+
+
+def test_intervals_of_figures():
+    over_seeds = verify_results.bounds("length", {"length": [5.0, 6.0, 7.0]})
+    assert 5.0 <= over_seeds[0] < 6.0 < over_seeds[1] <= 7.0
+    limits = {"before": [0.2, 0.2], "before_low": [0.1, 0.1], "before_high": [0.3, 0.3]}
+    assert verify_results.bounds("before", limits) == (0.1, 0.3)
+    assert np.isnan(verify_results.bounds("before", {"before": [0.2]})).all()
 
 
 def test_the_published_page_is_that_of_the_published_records():
