@@ -5,7 +5,7 @@ a constant.
 
 Command   python -m experiments.ablate_loss_aggregation
 Expected  RESULTS.md: means with intervals over 5 seeds, and the verdict
-Time      about 7 minutes on 2 CPU cores, beside another program
+Time      2.5 to 8 minutes on 2 CPU cores
 """
 
 from collections.abc import Mapping

@@ -44,7 +44,9 @@ percentiles widened for few seeds); differences are paired by seed. A verdict sa
 interval of the difference lies: *supported* on the claimed side, *contradicted* on the other, *not
 resolved* across it. The seeds draw problems and completions; the warm start is the same for all, so
 the intervals say nothing about other warm starts, other models or other tasks. Several claims are
-tested, without correction for their number.
+tested, without correction for their number. ablate_loss_aggregation was run on another processor,
+whose vectors are longer: it rounds differently, and so trained another warm start. Its arm
+*sequence* has the settings of *0.0008* and *G = 8*, and shows how far that alone moves the figures.
 
 The claims F2 to F8 are those of a comparative study of PPO, GRPO and DAPO on language models of
 1.5 billion parameters (https://arxiv.org/abs/2512.07611). A model 4,000 times smaller on

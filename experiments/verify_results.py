@@ -8,7 +8,7 @@ length was derived from times.
 
 Command   python -m experiments.verify_results
 Expected  "the same" for every number; exit status 1 when one is not
-Time      about 2 minutes on 2 CPU cores
+Time      1 to 3 minutes on 2 CPU cores
 """
 
 import dataclasses
