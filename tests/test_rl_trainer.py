@@ -106,12 +106,11 @@ def test_every_algorithm_learns_a_users_own_environment_of_two_turns(tmp_path, o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["ppo", "dapo"])
-def test_every_algorithm_runs_on_dialogues_and_reports_their_statistics(tmp_path, optimizer):
+def test_dapo_runs_on_dialogues_and_reports_their_statistics(tmp_path):
     trainer = trainer_of(
         tmp_path,
         DialogueEnv("dialogue_quality", max_turn_tokens=8),
-        optimizer,
+        "dapo",
         sampling=SamplingConfig(max_tokens=24, block=64),
     )
     result = trainer.run()
